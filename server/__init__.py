@@ -1,0 +1,1 @@
+"""What faces the outside: the gRPC service, text (tokenizer and chat template), metrics, and ``main``."""
