@@ -1,0 +1,5 @@
+"""The one error that reading a model raises."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be served: one line that names file, tensor or trait, and the way out."""
