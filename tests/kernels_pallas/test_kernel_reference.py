@@ -1,0 +1,100 @@
+"""The reference twins against the float64 oracle, and the checks of the two signatures."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_oracle import LATENT, OPTIONS, QUANTIZED, QUERIES, SHAPES, Case, attend, make_inputs, relative_error
+
+from precast.kernels_pallas import layout
+from precast.kernels_pallas.cache_update import cache_update
+from precast.kernels_pallas.paged_attention import AttentionConfig, paged_attention
+from precast.kernels_pallas.targets import Target
+
+REFERENCE = Target("reference")
+
+
+def run_reference(case: Case, **changes):
+    arrays = make_inputs(case).arrays() | changes
+    return paged_attention(**arrays, config=case.config, target=REFERENCE)
+
+
+@pytest.mark.parametrize("case", [*SHAPES, *OPTIONS, *QUERIES, *QUANTIZED, *LATENT], ids=str)
+def test_reference_matches_the_oracle(case):
+    case = replace(case, dtype="float32")
+    want = attend(case, make_inputs(case))
+    assert relative_error(jax.jit(lambda: run_reference(case))(), want) < 1e-5
+
+
+def test_signature_names_what_does_not_fit():
+    inputs = make_inputs(Case())
+    with pytest.raises(ValueError, match=r"pages lanes is 512, must be 1024"):
+        paged_attention(
+            inputs.queries, inputs.pages, inputs.page_table, inputs.context_lens, inputs.q_starts,
+            config=AttentionConfig(num_kv_heads=4, scale=1.0), target=REFERENCE,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="8 heads do not divide over 3"):
+        run_reference(replace(Case(), kv_heads=3))
+    with pytest.raises(ValueError, match="page size is 24"):
+        run_reference(Case(), pages=np.zeros((4, 24, 512), jnp.bfloat16))
+    with pytest.raises(ValueError, match="scales go with int8"):
+        run_reference(Case(), pages=np.zeros((4, 16, 512), np.int8))
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        AttentionConfig(num_kv_heads=1, scale=1.0, window=0)
+    with pytest.raises(ValueError, match=r"chip 'cpu' of backend 'tpu' is not one of v5e"):
+        Target("tpu", "cpu")
+
+
+UPDATES = [
+    Case(contexts=(1, 16, 17, 0, 40)),
+    Case(q=3, contexts=(3, 17, 2, 0, 40), q_starts=(0, 14, 0, 5, 37), heads=9, kv_heads=3, head_dim=64),
+    Case(q=40, contexts=(40, 100, 0, 65), q_starts=(0, 60, 0, 30), page_size=8),
+    *(Case(q=5, kv_dtype=d, contexts=(5, 33, 0, 64), page_size=32) for d in ("int8", "float8_e4m3fn", "float32")),
+    Case(q=2, heads=4, kv_heads=1, head_dim=192, value_dim=192, contexts=(2, 33)),
+]
+
+
+def expected_update(case, inputs, keys, values):
+    """One token at a time, in NumPy; float64 [pages, page_size, kv_heads, dim] of both sides."""
+    real_keys, real_values = inputs.keys.copy(), inputs.values.copy()
+    for row, context in enumerate(case.contexts):
+        for i in range(case.q):
+            at = inputs.q_starts[row] + i
+            if at < context:
+                where = inputs.page_table[row, at // case.page_size], at % case.page_size
+                real_keys[where] = keys[row, i]
+                real_values[where] = keys[row, i] if values is None else values[row, i]
+    return real_keys, real_values
+
+
+@pytest.mark.parametrize("case", UPDATES, ids=str)
+def test_update_writes_exactly_the_new_tokens(case):
+    inputs = make_inputs(case)
+    rng = np.random.default_rng(1)
+    shape = (len(case.contexts), case.q, case.kv_heads, case.head_dim)
+    keys = rng.standard_normal(shape).astype(np.float32)
+    values = None if case.value_dim else rng.standard_normal(shape).astype(np.float32)
+    pages, scales = jax.jit(cache_update, static_argnames="target")(
+        inputs.pages, keys, values, inputs.page_table, inputs.context_lens, inputs.q_starts,
+        target=REFERENCE, scales=inputs.scales,
+    )  # fmt: skip
+    got = layout.unpack_tokens(pages.astype(jnp.float32), case.kv_heads, case.head_dim, case.value_dim)
+    if scales is not None:
+        each = layout.unpack_scales(scales[:, 0], case.kv_heads, case.page_size, case.value_dim is not None)
+        got = [side * scale[..., None] for side, scale in zip(got, each, strict=True)]
+    live = np.zeros(inputs.pages.shape[:2], bool)
+    for row, context in enumerate(case.contexts):
+        at = np.arange(context)
+        live[inputs.page_table[row, at // case.page_size], at % case.page_size] = True
+    tolerance = {"int8": 0.02, "float8_e4m3fn": 0.07, "bfloat16": 0.01, "float32": 1e-6}[case.kv_dtype]
+    for side, want in zip(got, expected_update(case, inputs, keys, values), strict=True):
+        np.testing.assert_allclose(np.asarray(side)[live], want[live], rtol=tolerance, atol=tolerance)
+    untouched = np.asarray(pages)[~live].view(np.uint8)
+    np.testing.assert_array_equal(untouched, inputs.pages[~live].view(np.uint8))
+
+
+def test_a_zero_row_quantises_to_zero():
+    q, scale = layout.quantize(jnp.zeros((2, 8)), jnp.int8)
+    assert not np.asarray(q).any() and np.asarray(scale).tolist() == [1.0, 1.0]
