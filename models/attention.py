@@ -1,0 +1,113 @@
+"""Self-attention of one layer over the paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from precast.kernels_pallas.paged_attention import cpu
+from precast.models import cache as kv_cache
+from precast.models import rope
+from precast.models.config import ModelConfig
+from precast.models.layers import linear
+
+
+@flax.struct.dataclass
+class Segment:
+    """Rows of equal width within a step: decode rows (one query each) or blocks of a prefill.
+
+    Attributes:
+      token_ids: ``[rows, q]`` int32.
+      starts: ``[rows]`` int32, position of a row's first query.
+      lengths: ``[rows]`` int32, live queries of a row; the rest is padding, and 0 makes the whole row padding.
+      page_table: ``[rows, width]`` int32.
+    """
+
+    token_ids: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+    page_table: jax.Array
+
+    @property
+    def num_tokens(self) -> int:
+        rows, width = self.token_ids.shape
+        return rows * width
+
+    def positions(self) -> jax.Array:
+        """``[rows, q]`` int32."""
+        return self.starts[:, None] + jnp.arange(self.token_ids.shape[1], dtype=jnp.int32)
+
+    def destinations(self, page_size: int) -> tuple[jax.Array, jax.Array]:
+        """(page ids, offsets) each ``[rows * q]``: where each token's keys and values go, padding to scratch."""
+        positions = self.positions()
+        live = jnp.arange(positions.shape[1], dtype=jnp.int32)[None, :] < self.lengths[:, None]
+        column = jnp.where(live, positions // page_size, 0)
+        page_ids = jnp.take_along_axis(self.page_table, column, axis=1, mode="promise_in_bounds")
+        page_ids = jnp.where(live, page_ids, kv_cache.SCRATCH_PAGE)
+        return page_ids.reshape(-1), (positions % page_size).reshape(-1)
+
+
+@flax.struct.dataclass
+class Tokens:
+    """What all layers of a step share: the segments, and each token's angles and place in the cache."""
+
+    segments: tuple[Segment, ...]
+    cos: jax.Array
+    sin: jax.Array
+    page_ids: jax.Array
+    offsets: jax.Array
+
+
+def lay_out(segments: tuple[Segment, ...], rope_table: dict[str, jax.Array], page_size: int) -> Tokens:
+    """Works out once a step what every layer's attention needs."""
+    positions = jnp.concatenate([segment.positions().reshape(-1) for segment in segments])
+    # Padding may stand past the table's end; its angles are never used.
+    positions = jnp.minimum(positions, rope_table["cos"].shape[0] - 1)
+    places = [segment.destinations(page_size) for segment in segments]
+    return Tokens(
+        segments=segments,
+        cos=rope_table["cos"][positions],
+        sin=rope_table["sin"][positions],
+        page_ids=jnp.concatenate([page_ids for page_ids, _ in places]),
+        offsets=jnp.concatenate([offsets for _, offsets in places]),
+    )
+
+
+def attention(
+    weights: dict[str, Any], layer_cache: kv_cache.LayerCache, x: jax.Array, tokens: Tokens, config: ModelConfig
+) -> tuple[kv_cache.LayerCache, jax.Array]:
+    """Writes the tokens' keys and values, then attends each segment over its pages.
+
+    Args:
+      weights: ``qkv`` and ``o``, Dense.
+      layer_cache: this layer's pages (donated through the step).
+      x: ``[tokens, hidden]`` float32, normed.
+
+    Returns:
+      The layer's pages and ``[tokens, hidden]`` float32.
+    """
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    projected = linear(x, weights["qkv"]).reshape(x.shape[0], heads + 2 * kv_heads, head_dim)
+    queries, keys, values = jnp.split(projected, [heads, heads + kv_heads], axis=1)
+    queries = rope.rotate(queries, tokens.cos, tokens.sin)
+    keys = rope.rotate(keys, tokens.cos, tokens.sin)
+    layer_cache = kv_cache.write(layer_cache, keys, values, tokens.page_ids, tokens.offsets)
+
+    outputs = []
+    first = 0
+    for segment in tokens.segments:
+        rows, width = segment.token_ids.shape
+        mixed = cpu.paged_attention(
+            queries[first : first + segment.num_tokens].reshape(rows, width, heads, head_dim),
+            *layer_cache,
+            segment.page_table,
+            jnp.where(segment.lengths > 0, segment.starts + segment.lengths, 0),
+            segment.starts,
+            scale=head_dim**-0.5,
+        )
+        outputs.append(mixed.reshape(segment.num_tokens, heads * head_dim))
+        first += segment.num_tokens
+    return layer_cache, linear(jnp.concatenate(outputs), weights["o"])
