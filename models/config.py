@@ -169,14 +169,18 @@ class ModelConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}: it must be at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads is {self.num_heads}: it must be a multiple of num_kv_heads, {self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads is {self.num_heads}: it must be a multiple of num_kv_heads, {self.num_kv_heads}"
+            )
         for rope in filter(None, (self.rope, self.rope_sliding)):
             turning = self.rotary_dim(rope)
             if turning % 2 or not 0 < turning <= self.head_dim:
                 raise ValueError(f"rotary_dim is {turning}: it must be even and at most head_dim, {self.head_dim}")
         for field in ("layer_kinds", "rope_layers"):
             if getattr(self, field) and len(getattr(self, field)) != self.num_layers:
-                raise ValueError(f"{field} has {len(getattr(self, field))} entries: it must have num_layers, {self.num_layers}")
+                raise ValueError(
+                    f"{field} has {len(getattr(self, field))} entries: it must have num_layers, {self.num_layers}"
+                )
         if "sliding" in self.layer_kinds and not (self.sliding_window and self.sliding_window > 0):
             raise ValueError(f"sliding_window is {self.sliding_window}: sliding layers need a window of at least 1")
 

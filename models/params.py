@@ -58,7 +58,11 @@ def _dense(out: int, out_axis: str | None, into: int, in_axis: str | None) -> Ar
 
 def _attention_specs(config: ModelConfig) -> dict[str, ArraySpec]:
     hidden, head_dim = config.hidden_size, config.head_dim
-    widths = {"q": (config.num_heads, "heads"), "k": (config.num_kv_heads, "kv_heads"), "v": (config.num_kv_heads, "kv_heads")}
+    widths = {
+        "q": (config.num_heads, "heads"),
+        "k": (config.num_kv_heads, "kv_heads"),
+        "v": (config.num_kv_heads, "kv_heads"),
+    }
     specs: dict[str, ArraySpec] = {}
     for side, (heads, axis) in widths.items():
         specs[f"attn.{side}.weight"] = _dense(heads * head_dim, axis, hidden, "embed")

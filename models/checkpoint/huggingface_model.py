@@ -1,0 +1,100 @@
+"""A Hugging Face directory: config.json, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+from collections import Counter
+from typing import Any, final
+
+import numpy as np
+
+from precast.models.checkpoint.base import Checkpoint, account, assemble, fingerprint, load_json
+from precast.models.checkpoint.huggingface_text import read_text
+from precast.models.checkpoint.shards import Shards
+from precast.models.config import ModelConfig
+from precast.models.errors import CheckpointError
+from precast.models.families import FAMILIES, names, read_config
+from precast.models.families.keys import flatten_text_config
+
+_log = logging.getLogger(__name__)
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_COMPARED_ROWS = 4096
+
+
+@final
+class HuggingFaceCheckpoint(Checkpoint):
+    """See ``Checkpoint``; the constructor reads config and headers, no weights."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.name = os.path.basename(os.path.normpath(path))
+        self._where = os.path.join(path, "config.json")
+        raw = load_json(self._where)
+        _refuse_remote_code(raw, self._where)
+        family, config = read_config(raw, self._where)
+        self._shards = Shards(path)
+        self._skipped = family.skipped
+        templates = {**names.HUGGING_FACE, **family.tensors}
+        head, embedding = (names.tensor_name(templates[name]) for name in ("head.weight", "embed.weight"))
+        tied = self._is_tied(config, head, embedding, "tie_word_embeddings" in flatten_text_config(raw, self._where))
+        self.config = dataclasses.replace(config, dtype=self._dtype(), tie_embeddings=tied)
+        self._sources = names.sources(self.config, templates)
+        if tied:
+            self._skipped = (*self._skipped, re.escape(head))
+        self.fingerprint = fingerprint(self.config, self._shards.headers, self._shards.files)
+        self.check()
+        self.text = read_text(path, raw, config.vocab_size)
+
+    def read(self, name: str) -> np.ndarray:
+        return assemble(self._sources[name], name, self._shards.fetch)
+
+    def check(self) -> None:
+        account(self.path, self._shards.headers, self._sources, DTYPES, self._skipped)
+
+    def _dtype(self) -> str:
+        """The floating-point type of most of the weights."""
+        weight = Counter[str]()
+        for header in self._shards.headers.values():
+            weight[header.dtype] += header.num_bytes
+        return next((DTYPES[dtype] for dtype, _ in weight.most_common() if dtype in DTYPES), "float32")
+
+    def _is_tied(self, config: ModelConfig, head: str, embedding: str, stated: bool) -> bool:
+        """Decides from the flag and the file together whether the head is the embedding table."""
+        headers = self._shards.headers
+        if head not in headers:
+            if not config.tie_embeddings and stated:
+                raise CheckpointError(f"{self.path}: 1 tensor is missing: {head} (tie_word_embeddings is false)")
+            if not config.tie_embeddings:
+                _log.warning(
+                    "%s: no %s, and tie_word_embeddings is not set: using the embedding table", self.path, head
+                )
+            return True
+        if config.tie_embeddings and embedding in headers and not self._equal(head, embedding):
+            _log.warning("%s: tie_word_embeddings is true but %s differs from %s: using it", self.path, head, embedding)
+            return False
+        return config.tie_embeddings
+
+    def _equal(self, first: str, second: str) -> bool:
+        one, other = self._shards.headers[first], self._shards.headers[second]
+        if one != other:
+            return False
+        starts = range(0, one.shape[0], _COMPARED_ROWS)
+        windows = [(start, min(start + _COMPARED_ROWS, one.shape[0])) for start in starts]
+        return all(
+            np.array_equal(self._shards.fetch(first, rows), self._shards.fetch(second, rows)) for rows in windows
+        )
+
+
+def _refuse_remote_code(raw: dict[str, Any], where: str) -> None:
+    """A model whose forward pass is Python in the checkpoint cannot be served, whatever it calls itself."""
+    code = raw.get("auto_map")
+    known = {model_type for family in FAMILIES for model_type in family.model_types}
+    if code and flatten_text_config(raw, where).get("model_type") not in known:
+        raise CheckpointError(
+            f"{where}: auto_map names Python code in the checkpoint (trust_remote_code): it is never run; "
+            "only the implemented architectures can be served"
+        )

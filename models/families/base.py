@@ -1,0 +1,124 @@
+"""What a family is made of: a reading of its config and a table of its tensors' names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from precast.models.config import ModelConfig
+from precast.models.families.keys import ConfigKeys
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A parameter that is not simply one tensor of the same shape.
+
+    Attributes:
+      name: the tensor's name; ``{i}`` is the layer, and with ``{e}`` there is one tensor an expert.
+      fused: canonical parameters whose rows lie in this tensor, in order; empty when it is not shared.
+      transposed: the last two dimensions are swapped in the file.
+      every: (first, step) of the parameter's indices along its output dimension, for tensors in which
+        two parameters alternate.
+      convert: last step, from the file's values to ours; keeps the shape.
+    """
+
+    name: str
+    fused: tuple[str, ...] = ()
+    transposed: bool = False
+    every: tuple[int, int] | None = None
+    convert: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+Template = str | Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where one parameter's array lies in a checkpoint.
+
+    Attributes:
+      names: the tensor, or one an expert, stacked in this order.
+      shape: what each of those tensors must have in the file.
+      rows: (start, stop) of the parameter's rows, when it shares the tensor with others.
+      stored: what else to do with them.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None
+    stored: Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufNames:
+    """How a family's checkpoints look as GGUF.
+
+    Attributes:
+      architectures: value of ``general.architecture`` -> the ``model_type`` that it stands for.
+      tensors: templates that differ from the usual ones.
+      permuted: query and key rows are stored as interleaved pairs and must be put back into halves.
+      norms_shifted: norm weights are stored with the 1 added that config.json's form leaves out.
+      constants: keys of config.json that the metadata do not have.
+    """
+
+    architectures: Mapping[str, str]
+    tensors: Mapping[str, Template] = dataclasses.field(default_factory=dict)
+    permuted: bool = False
+    norms_shifted: bool = False
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family of checkpoints.
+
+    Attributes:
+      name: for people.
+      examples: well-known models of it.
+      model_types: values of ``model_type`` in config.json.
+      read_config: config.json -> ModelConfig.
+      tensors: templates in Hugging Face directories that differ from Llama's.
+      skipped: patterns of tensors that are no part of the language model (a vision tower, a draft head).
+      gguf: the same for GGUF, where supported.
+    """
+
+    name: str
+    examples: str
+    model_types: tuple[str, ...]
+    read_config: Callable[[ConfigKeys], ModelConfig]
+    tensors: Mapping[str, Template] = dataclasses.field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    gguf: GgufNames | None = None
+
+
+def sizes(
+    keys: ConfigKeys, *, eps: float, head_dim: int | None = None, eps_key: str = "rms_norm_eps"
+) -> dict[str, Any]:
+    """The fields of ModelConfig that every family spells alike, but for RoPE.
+
+    Args:
+      keys: the config.
+      eps, head_dim: the family's defaults (head_dim None: hidden_size / num_attention_heads).
+      eps_key: name of the norms' epsilon.
+    """
+    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    if head_dim is None and keys.take("head_dim", None) is None and hidden % heads:
+        raise keys.error(
+            "hidden_size", f"it must be a multiple of num_attention_heads, {heads}, when head_dim is absent"
+        )
+    return {
+        "model_type": keys.take("model_type"),
+        "vocab_size": keys.integer("vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": keys.integer("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": keys.integer("num_key_value_heads", heads),
+        "head_dim": keys.integer("head_dim", head_dim or hidden // heads),
+        "intermediate_size": keys.integer("intermediate_size"),
+        "max_position_embeddings": keys.integer("max_position_embeddings"),
+        "norm_eps": keys.number(eps_key, eps),
+        "tie_embeddings": keys.boolean("tie_word_embeddings", False),
+    }
