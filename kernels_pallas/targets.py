@@ -24,7 +24,7 @@ class TpuChip:
 
 @dataclass(frozen=True)
 class GpuChip:
-    """One NVIDIA chip. ``target_config`` is the file under ``targets/`` that lets XLA compile without the chip."""
+    """One NVIDIA chip. ``target_config`` is the file under ``gpu_targets/`` that lets XLA compile without the chip."""
 
     name: str
     sm: str
@@ -81,6 +81,11 @@ class Target:
                 f"target: chip {self.chip!r} of backend {self.backend!r} is not one of {', '.join(chips)}; "
                 "kernels are compiled for a named chip, never for the one at hand"
             )
+
+    @property
+    def custom_call(self) -> str:
+        """The custom call that shows in a compiled program when the kernel is in it."""
+        return {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}[self.backend]
 
     @property
     def tpu(self) -> TpuChip:

@@ -208,3 +208,21 @@ LATENT = [
     Case(heads=16, kv_heads=1, head_dim=192, value_dim=128),
     Case(heads=16, kv_heads=1, head_dim=192, value_dim=128, q=3, contexts=(3, 90)),
 ]
+
+UPDATES = [
+    Case(contexts=(1, 16, 17, 0, 40)),
+    Case(q=3, contexts=(3, 17, 2, 0, 40), q_starts=(0, 14, 0, 5, 37), heads=9, kv_heads=3, head_dim=64),
+    Case(q=40, contexts=(40, 100, 0, 65), q_starts=(0, 60, 0, 30), page_size=8),
+    *(Case(q=5, kv_dtype=d, contexts=(5, 33, 0, 64), page_size=32) for d in ("int8", "float8_e4m3fn", "float32")),
+    Case(q=2, heads=4, kv_heads=1, head_dim=192, value_dim=192, contexts=(2, 33)),
+]
+
+
+def make_update(case: Case) -> dict[str, jax.Array | None]:
+    """The arguments of ``cache_update`` for the inputs of a case and random new tokens."""
+    names = ("pages", "page_table", "context_lens", "q_starts", "scales")
+    arrays = {name: array for name, array in make_inputs(case).arrays().items() if name in names}
+    rng = np.random.default_rng(case.seed + 1)
+    shape = (len(case.contexts), case.q, case.kv_heads, case.head_dim)
+    keys, values = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
+    return arrays | {"keys": keys, "values": None if case.value_dim else values}

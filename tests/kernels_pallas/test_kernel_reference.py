@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_oracle import LATENT, OPTIONS, QUANTIZED, QUERIES, SHAPES, Case, attend, make_inputs, relative_error
+from kernel_oracle import (
+    LATENT,
+    OPTIONS,
+    QUANTIZED,
+    QUERIES,
+    SHAPES,
+    UPDATES,
+    Case,
+    attend,
+    make_inputs,
+    make_update,
+    relative_error,
+)
 
 from precast.kernels_pallas import layout
 from precast.kernels_pallas.cache_update import cache_update
@@ -47,15 +59,6 @@ def test_signature_names_what_does_not_fit():
         Target("tpu", "cpu")
 
 
-UPDATES = [
-    Case(contexts=(1, 16, 17, 0, 40)),
-    Case(q=3, contexts=(3, 17, 2, 0, 40), q_starts=(0, 14, 0, 5, 37), heads=9, kv_heads=3, head_dim=64),
-    Case(q=40, contexts=(40, 100, 0, 65), q_starts=(0, 60, 0, 30), page_size=8),
-    *(Case(q=5, kv_dtype=d, contexts=(5, 33, 0, 64), page_size=32) for d in ("int8", "float8_e4m3fn", "float32")),
-    Case(q=2, heads=4, kv_heads=1, head_dim=192, value_dim=192, contexts=(2, 33)),
-]
-
-
 def expected_update(case, inputs, keys, values):
     """One token at a time, in NumPy; float64 [pages, page_size, kv_heads, dim] of both sides."""
     real_keys, real_values = inputs.keys.copy(), inputs.values.copy()
@@ -72,14 +75,9 @@ def expected_update(case, inputs, keys, values):
 @pytest.mark.parametrize("case", UPDATES, ids=str)
 def test_update_writes_exactly_the_new_tokens(case):
     inputs = make_inputs(case)
-    rng = np.random.default_rng(1)
-    shape = (len(case.contexts), case.q, case.kv_heads, case.head_dim)
-    keys = rng.standard_normal(shape).astype(np.float32)
-    values = None if case.value_dim else rng.standard_normal(shape).astype(np.float32)
-    pages, scales = jax.jit(cache_update, static_argnames="target")(
-        inputs.pages, keys, values, inputs.page_table, inputs.context_lens, inputs.q_starts,
-        target=REFERENCE, scales=inputs.scales,
-    )  # fmt: skip
+    arguments = make_update(case)
+    keys, values = arguments["keys"], arguments["values"]
+    pages, scales = jax.jit(cache_update, static_argnames="target")(**arguments, target=REFERENCE)
     got = layout.unpack_tokens(pages.astype(jnp.float32), case.kv_heads, case.head_dim, case.value_dim)
     if scales is not None:
         each = layout.unpack_scales(scales[:, 0], case.kv_heads, case.page_size, case.value_dim is not None)

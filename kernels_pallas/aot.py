@@ -1,0 +1,109 @@
+"""Compiling a kernel for accelerators that this host does not have, and reading what the compiler made of it.
+
+The caller sets up the process before JAX starts: ``JAX_PLATFORMS=cpu``, for TPU ``TPU_SKIP_MDS_QUERY=1`` and
+``ALLOW_MULTIPLE_LIBTPU_LOAD=1``, and one process for each GPU chip (the kernel cache of JAX 0.10 is not keyed by chip:
+a second chip in one process reports success without compiling).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from precast.kernels_pallas.targets import Target
+
+# a single host of eight devices, where the generation has one
+_TPU_TOPOLOGIES = {
+    "v5e": ("v5e:2x4", {"chips_per_host_bounds": (2, 4, 1)}),
+    "v5p": ("v5p:2x2x2", {}),
+    "v6e": ("v6e:2x4", {"chips_per_host_bounds": (2, 4, 1)}),
+    "tpu7x": ("tpu7x:2x2x1", {}),
+}
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came out of one compilation, per device."""
+
+    seconds: float
+    hlo: str
+    temp_bytes: int
+    alias_bytes: int
+
+    def faults(self, cache_shape: tuple[int, ...], aliased_bytes: int, custom_call: str) -> list[str]:
+        """What a kernel over a cache of this shard's shape must not show, in words; empty when all is well.
+
+        ``aliased_bytes``: what must be updated in place (0 for a kernel that only reads).
+        """
+        shape = ",".join(map(str, cache_shape))
+        faults = [f"{name} in the program" for name in _COLLECTIVES if f" {name}" in self.hlo]
+        if re.search(rf"= \w+\[{shape}\]\S* (copy|copy-start|transpose|convert)\(", self.hlo):
+            faults.append("the cache is copied")
+        entry = self.hlo.partition("entry_computation_layout=")[2].partition("\n")[0]
+        order = ",".join(str(axis) for axis in reversed(range(len(cache_shape))))
+        if not re.search(rf"\[{shape}\]{{{order}[:}}]", entry):
+            faults.append("the cache's entry layout is not row-major")
+        if custom_call not in self.hlo:
+            faults.append(f"no {custom_call} in the program")
+        if self.alias_bytes < aliased_bytes:
+            faults.append(f"{self.alias_bytes} bytes aliased, must be {aliased_bytes}")
+        if self.temp_bytes > 64 << 20:
+            faults.append(f"{self.temp_bytes} bytes of temporaries")
+        return faults
+
+
+def topology_devices(target: Target) -> np.ndarray:
+    """Eight devices of a target's chip, described by its compiler: a mesh of them compiles, and runs nothing."""
+    if target.backend == "tpu":
+        name, options = _TPU_TOPOLOGIES[target.tpu.name]
+        return np.array(topologies.get_topology_desc(name, platform="tpu", **options).devices)
+    config = resources.files("precast.kernels_pallas").joinpath("gpu_targets", target.gpu.target_config).read_text()
+    description = topologies.get_topology_desc(target.gpu.name, platform="cuda", topology="1x1x8", target_config=config)
+    return np.array(description.devices)
+
+
+def compile_sharded(
+    function: Callable[..., Any],
+    arguments: Mapping[str, tuple[jax.ShapeDtypeStruct, PartitionSpec]],
+    out_specs: Any,
+    devices: np.ndarray,
+    donate: tuple[str, ...] = (),
+) -> Report:
+    """Compile ``function(**arguments)`` in a ``shard_map`` over the axis ``tensor`` of ``devices``.
+
+    Shapes are those of the whole arrays; the function sees one shard.
+    """
+    mesh = Mesh(devices.reshape(-1), ("tensor",))
+    names = list(arguments)
+    specs = tuple(spec for _, spec in arguments.values())
+
+    def call(*arrays):
+        return function(**dict(zip(names, arrays, strict=True)))
+
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    shapes = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
+        for array, spec in arguments.values()
+    ]
+    start = time.monotonic()
+    donated = tuple(names.index(name) for name in donate)
+    compiled = jax.jit(sharded, donate_argnums=donated).lower(*shapes).compile()
+    seconds = time.monotonic() - start
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return Report(
+        seconds=seconds,
+        hlo=compiled.as_text() or "",
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+    )
