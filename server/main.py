@@ -1,0 +1,164 @@
+"""``runtime-serve``: flags, checks in the order of their cost, then load and serve.
+
+This is the only place that reads the environment.  JAX and gRPC are imported once the flags have
+been looked at, so that ``--help`` and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from precast.models.errors import CheckpointError
+from precast.runtime.config import DTYPES, ConfigError, EngineConfig
+from precast.server import command, demo
+from precast.server.address import Address, StartError
+
+_COMMAND = "runtime-serve"
+_SUMMARY = """
+Usage: runtime-serve [--model=MODEL] [flags]
+
+Serves a language model over gRPC (vllm.grpc.engine.VllmEngine, grpc.health.v1, reflection), with
+/health and /metrics over HTTP.  Every program is compiled, or loaded from an earlier start, before
+the line "ready" is printed.  SIGTERM or Ctrl-C drains: running requests finish, new ones are
+refused; a second one ends at once.
+"""
+_DEFAULTS = EngineConfig()
+
+_FLAGS = flags.FlagValues()
+_MODEL = flags.DEFINE_string(
+    "model",
+    "demo",
+    "A Hugging Face directory, a GGUF file, a directory of runtime-convert, a hub id (owner/name), or "
+    "'demo' for SmolLM2-135M-Instruct, which is downloaded once.",
+    flag_values=_FLAGS,
+)
+_SERVED_NAME = flags.DEFINE_string(
+    "served_model_name", None, "The model's name for clients; its file's or hub name unless given.", flag_values=_FLAGS
+)
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for all.", flag_values=_FLAGS)
+_PORT = flags.DEFINE_integer("port", 50051, "gRPC port; 0 takes a free one.", 0, 65535, flag_values=_FLAGS)
+_METRICS_PORT = flags.DEFINE_integer(
+    "metrics_port", 8081, "HTTP port of /health and /metrics; 0 takes a free one.", 0, 65535, flag_values=_FLAGS
+)
+_SLOTS = flags.DEFINE_integer("slots", _DEFAULTS.slots, "Requests that run at a time.", flag_values=_FLAGS)
+_MAX_MODEL_LEN = flags.DEFINE_integer(
+    "max_model_len",
+    None,
+    "Longest prompt plus output in tokens; the model's own limit unless given.",
+    flag_values=_FLAGS,
+)
+_PAGE_SIZE = flags.DEFINE_integer("page_size", _DEFAULTS.page_size, "Tokens a KV cache page.", flag_values=_FLAGS)
+_TOKEN_BUDGET = flags.DEFINE_integer(
+    "token_budget", _DEFAULTS.token_budget, "Most tokens a step computes, prompts' and running requests' together.",
+    flag_values=_FLAGS,
+)  # fmt: skip
+_KV_CACHE_MEMORY = flags.DEFINE_string(
+    "kv_cache_memory", None, "Memory for the KV cache, such as 2GiB; chosen by what is free unless given.",
+    flag_values=_FLAGS,
+)  # fmt: skip
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "auto", DTYPES, "Of weights and KV cache; auto follows the file.", flag_values=_FLAGS
+)
+_PLAN_DIR = flags.DEFINE_string(
+    "plan_dir", None, "Folder for compiled programs; beside the model unless given.", flag_values=_FLAGS
+)
+_DRAIN_TIMEOUT = flags.DEFINE_float(
+    "drain_timeout", 60.0, "Seconds that requests get to finish after SIGTERM or Ctrl-C.", 0.0, flag_values=_FLAGS
+)
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Runs the command and exits; ``argv`` without the program's name, None for the process's own."""
+    started = time.monotonic()
+    unexpected = command.parse(_COMMAND, _SUMMARY, _FLAGS, argv)
+    if unexpected:
+        command.fail(_COMMAND, f"unexpected argument {unexpected[0]!r}: the model is given as --model", status=2)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop_while_loading)
+    # Before gRPC is loaded: its notes about connections that close are no news to anybody.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    try:
+        address = Address(_HOST.value, _PORT.value, _METRICS_PORT.value)
+        address.check()
+        status = _load_and_serve(address, _engine_config(), started)
+    except (StartError, ConfigError, CheckpointError, demo.DemoError) as error:
+        command.fail(_COMMAND, str(error))
+    sys.exit(status)
+
+
+def _load_and_serve(address: Address, config: EngineConfig, started: float) -> int:
+    # Imported here, after the checks that need no more than the standard library.
+    from precast.models.checkpoint import open_checkpoint
+    from precast.runtime.engine_thread import EngineThread
+    from precast.runtime.loading import load_engine
+    from precast.server import serving
+    from precast.server.bundle import TokenizerBundle
+    from precast.server.service import ModelInfo
+    from precast.server.text import TextEncoder
+
+    is_demo = _MODEL.value == "demo"
+    checkpoint = open_checkpoint(str(demo.fetch(_cache_dir())) if is_demo else _MODEL.value)
+    bundle = None if checkpoint.text is None else TokenizerBundle.of(checkpoint.text)
+    text = None if bundle is None else TextEncoder(bundle)
+    engine = EngineThread(
+        load_engine(checkpoint, config, tokenizer=None if text is None else text.tokenizer, progress=True)
+    )
+    engine.start()
+    name = _SERVED_NAME.value or (demo.SERVED_NAME if is_demo else checkpoint.name)
+    model = ModelInfo.of(checkpoint, name, engine.config.dtype)
+
+    def on_ready(bound: Address) -> None:
+        print(
+            f"ready: {name} on grpc://{bound.host}:{bound.port}, metrics on "
+            f"http://{bound.host}:{bound.metrics_port}/metrics; {engine.config.slots} slots, up to "
+            f"{engine.config.max_model_len} tokens, {engine.config.dtype}; {time.monotonic() - started:.1f} s to start",
+            flush=True,
+        )
+
+    serving_forever = serving.serve(
+        engine, model, bundle, text, address, drain_timeout=_DRAIN_TIMEOUT.value, on_ready=on_ready
+    )
+    status = asyncio.run(serving_forever)
+    if engine.failure is not None:
+        print(f"{_COMMAND}: the engine has failed: {engine.failure}", file=sys.stderr)
+    return status
+
+
+def _engine_config() -> EngineConfig:
+    """Raises ConfigError for a flag out of its range."""
+    return EngineConfig(
+        slots=_SLOTS.value,
+        max_model_len=_MAX_MODEL_LEN.value,
+        page_size=_PAGE_SIZE.value,
+        token_budget=_TOKEN_BUDGET.value,
+        kv_cache_memory=None if _KV_CACHE_MEMORY.value is None else _bytes("kv_cache_memory", _KV_CACHE_MEMORY.value),
+        dtype=_DTYPE.value,
+        plan_dir=_PLAN_DIR.value,
+    )
+
+
+def _bytes(flag: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{flag} is {text!r}: it must be a number of bytes, such as 2GiB or 500MiB")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def _cache_dir() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "precast")
+
+
+def _stop_while_loading(number: int, frame: Any) -> None:
+    """Nothing is being served yet, and compiler threads would hold an orderly exit up."""
+    print(f"{_COMMAND}: stopped before it was ready", file=sys.stderr, flush=True)
+    os._exit(0)

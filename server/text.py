@@ -1,0 +1,186 @@
+"""Text to token ids.
+
+Two routes, one rule each.  A raw prompt follows the tokenizer's own setting for a begin token, and
+gets none when its text starts with one already.  A chat is what its template writes, tokenised
+with nothing added.  In a chat the text of a special token that a user or a tool wrote stays text:
+it never becomes the token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from precast.server.bundle import TokenizerBundle
+from precast.server.chat_template import ChatError, ChatTemplate
+
+_UNTRUSTED_ROLES = ("user", "tool")
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+
+class TextEncoder:
+    """Turns raw prompts and chats into token ids."""
+
+    def __init__(self, bundle: TokenizerBundle, tokenizer: tokenizers.Tokenizer | None = None):
+        """``tokenizer`` spares building it from the bundle a second time."""
+        self.tokenizer = tokenizer or tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
+        self._bundle = bundle
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        texts = {name: _token_text(bundle.tokenizer_config.get(name)) for name in names}
+        self._token_texts = {name: text for name, text in texts.items() if text is not None}
+        bos = self._token_texts.get("bos_token")
+        self._bos_token_id = None if bos is None else self.tokenizer.token_to_id(bos)
+        self._add_bos = bool(bundle.tokenizer_config.get("add_bos_token"))
+        self._template: ChatTemplate | None = None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a raw prompt, with one begin token at the most."""
+        ids = _encode(self.tokenizer, text)
+        bos = self._bos_token_id
+        if self._add_bos and bos is not None and ids[:1] != [bos]:
+            return [bos, *ids]
+        return ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The chat template's text for ``messages``; arguments and errors as ``ChatTemplate.render``."""
+        return self._chat_template().render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Ids of a chat; arguments and errors as ``ChatTemplate.render``."""
+        marks = _Marks(self._special_tokens(), messages)
+        text = self.render_chat(marks.hide(messages), **options)
+        if not marks.used:
+            return _encode(self.tokenizer, text)
+        return self._encode_around_specials(text, marks)
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            source = _template_source(self._bundle.tokenizer_config.get("chat_template"))
+            if source is None:
+                raise ChatError("this model has no chat template: send a prompt instead of messages")
+            self._template = ChatTemplate(source, self._token_texts)
+        return self._template
+
+    def _special_tokens(self) -> dict[str, tokenizers.AddedToken]:
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return {token.content: token for token in added if token.special}
+
+    def _encode_around_specials(self, text: str, marks: _Marks) -> list[int]:
+        """Ids of a rendered chat whose untrusted special tokens are hidden behind ``marks``.
+
+        The special tokens still in sight are the template's.  The text is cut at them, and what
+        lies between is encoded by tokenizers that take special tokens for text.
+        """
+        specials = list(self._special_tokens().values())
+        opening, inner = (_blind_tokenizer(self._bundle.tokenizer_json, first) for first in (True, False))
+        ids: list[int] = []
+        start = 0
+        for match in _special_pattern(specials).finditer(text):
+            ids += _encode(inner if start else opening, marks.show(text[start : match.start()]))
+            ids.append(self.tokenizer.token_to_id(specials[int(match.lastgroup[1:])].content))
+            start = match.end()
+        return ids + _encode(inner if start else opening, marks.show(text[start:]))
+
+
+class _Marks:
+    """Stands one private-use character in for each special token's text while a template renders."""
+
+    def __init__(self, specials: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]):
+        given = json.dumps(list(messages), ensure_ascii=False, default=str)
+        unused = (chr(code) for code in _PRIVATE_USE if chr(code) not in given)
+        # The longest first: where two start alike, the whole one counts.
+        present = sorted((text for text in specials if _json_text(text) in given), key=len, reverse=True)
+        self._marks = dict(zip(present, unused, strict=False))
+        if len(self._marks) < len(present):
+            raise ChatError("messages contain too many different special tokens or private-use characters")
+        self.used = False
+
+    def hide(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return [
+            {key: value if key == "role" else self._hide(value) for key, value in message.items()}
+            if message.get("role") in _UNTRUSTED_ROLES
+            else message
+            for message in messages
+        ]
+
+    def show(self, text: str) -> str:
+        for special, mark in self._marks.items():
+            text = text.replace(mark, special)
+        return text
+
+    def _hide(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._hide(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._hide(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        hidden = value
+        for special, mark in self._marks.items():
+            hidden = hidden.replace(special, mark)
+        self.used |= hidden != value
+        return hidden
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ChatError(f"the text has a lone surrogate at character {error.start}: it is not valid Unicode") from None
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _blind_tokenizer(tokenizer_json: str, first: bool) -> tokenizers.Tokenizer:
+    """A tokenizer that takes special tokens for text.
+
+    ``first`` says whether what it encodes begins the whole: some tokenizers put a space before the
+    first word, and must not put one before every piece.
+    """
+    if not first:
+        tokenizer_json = json.dumps(_without_first_space(json.loads(tokenizer_json)))
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _without_first_space(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_first_space(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "Metaspace" and value.get("prepend_scheme") == "first":
+        return {**value, "prepend_scheme": "never"}
+    return {key: item if key == "model" else _without_first_space(item) for key, item in value.items()}
+
+
+def _special_pattern(specials: Sequence[tokenizers.AddedToken]) -> re.Pattern[str]:
+    """Finds one special token (group ``t<index>``) with the white space that it swallows."""
+    ordered = sorted(range(len(specials)), key=lambda index: len(specials[index].content), reverse=True)
+    space = {True: r"\s*", False: ""}
+    return re.compile(
+        "|".join(
+            f"{space[token.lstrip]}(?P<t{index}>{re.escape(token.content)}){space[token.rstrip]}"
+            for index, token in ((index, specials[index]) for index in ordered)
+        )
+    )
+
+
+def _json_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _token_text(token: Any) -> str | None:
+    """A token of tokenizer_config.json: a string, or a dictionary with its content."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _template_source(template: Any) -> str | None:
+    """A chat_template of tokenizer_config.json: a string, or a list of named ones."""
+    if not isinstance(template, list):
+        return template or None
+    named = {entry.get("name"): entry.get("template") for entry in template}
+    return named.get("default")

@@ -1,0 +1,151 @@
+"""Between the wire's messages (``vllm.grpc.engine``) and the runtime's: pure functions.
+
+Proto3 cannot tell an unset number from 0, so 0 means "not given" for ``top_p``,
+``repetition_penalty`` and ``n``; for the other fields 0 is their neutral value anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import Message
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from precast.runtime.request import OutputDelta, RequestError, SamplingParams, TokenLogprobs
+
+_UNSUPPORTED_REQUEST_FIELDS = (
+    "kv_transfer_params",
+    "kv_transfer_params_json",
+    "mm_inputs",
+    "extra_mm_inputs",
+    "media_refs",
+    "data_parallel_rank",
+)
+_UNSUPPORTED_SAMPLING_FIELDS = (
+    "json_schema",
+    "regex",
+    "grammar",
+    "structural_tag",
+    "json_object",
+    "choice",
+    "truncate_prompt_tokens",
+)
+
+
+def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
+    """The request's options, not validated yet.
+
+    Raises RequestError naming the first field that this server does not support.
+    """
+    params = request.sampling_params
+    _refuse(request, _UNSUPPORTED_REQUEST_FIELDS)
+    _refuse(params, _UNSUPPORTED_SAMPLING_FIELDS)
+    return SamplingParams(
+        n=params.n or 1,
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        seed=params.seed if params.HasField("seed") else None,
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop=list(params.stop) or None,
+        stop_token_ids=list(params.stop_token_ids) or None,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+    )
+
+
+def _refuse(message: Message, names: Iterable[str]) -> None:
+    given = {field.name for field, _ in message.ListFields()}
+    for name in names:
+        if name in given:
+            raise RequestError(f"{name} is not supported by this server: leave it unset")
+
+
+@dataclasses.dataclass
+class OutputSequence:
+    """What one of a request's ``n`` sequences has put out so far."""
+
+    keep_logprobs: bool
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        self.token_ids += delta.token_ids
+        if self.keep_logprobs:
+            self.logprobs += delta.logprobs or ()
+            self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+
+
+def chunk(delta: OutputDelta, prompt_token_ids: Sequence[int]) -> pb.GenerateResponse:
+    """One increment of a stream; completion_tokens is the increment's own number of tokens."""
+    return pb.GenerateResponse(
+        chunk=pb.GenerateStreamChunk(
+            token_ids=delta.token_ids,
+            prompt_tokens=delta.num_prompt_tokens,
+            completion_tokens=len(delta.token_ids),
+            cached_tokens=delta.num_cached_tokens,
+            output_logprobs=_output_logprobs(delta.logprobs),
+            input_logprobs=_input_logprobs(delta.prompt_logprobs, prompt_token_ids),
+            index=delta.index,
+        )
+    )
+
+
+def complete(delta: OutputDelta, sequence: OutputSequence, prompt_token_ids: Sequence[int]) -> pb.GenerateResponse:
+    """The last message of a sequence, of which ``delta`` is the last increment.
+
+    It holds all of the sequence's ids, and the log-probabilities that ``sequence`` has kept.
+    """
+    message = pb.GenerateComplete(
+        output_ids=sequence.token_ids,
+        finish_reason=str(delta.finish_reason),
+        prompt_tokens=delta.num_prompt_tokens,
+        completion_tokens=delta.num_output_tokens,
+        cached_tokens=delta.num_cached_tokens,
+        output_logprobs=_output_logprobs(sequence.logprobs),
+        input_logprobs=_input_logprobs(sequence.prompt_logprobs, prompt_token_ids),
+        index=delta.index,
+    )
+    if isinstance(delta.matched_stop, str):
+        message.matched_stop_str = delta.matched_stop
+    elif delta.matched_stop is not None:
+        message.matched_token_id = delta.matched_stop
+    return pb.GenerateResponse(complete=message)
+
+
+def _output_logprobs(entries: Sequence[TokenLogprobs] | None) -> pb.OutputLogProbs | None:
+    if not entries:
+        return None
+    return pb.OutputLogProbs(
+        token_logprobs=[entry.logprob for entry in entries],
+        token_ids=[entry.token_id for entry in entries],
+        top_logprobs=[_top(entry) for entry in entries] if any(entry.top for entry in entries) else None,
+    )
+
+
+def _input_logprobs(
+    entries: Sequence[TokenLogprobs | None] | None, prompt_token_ids: Sequence[int]
+) -> pb.InputLogProbs | None:
+    if not entries:
+        return None
+    return pb.InputLogProbs(
+        token_logprobs=[pb.InputTokenLogProb(value=None if entry is None else entry.logprob) for entry in entries],
+        token_ids=prompt_token_ids,
+        top_logprobs=[_top(entry) for entry in entries] if any(entry and entry.top for entry in entries) else None,
+    )
+
+
+def _top(entry: TokenLogprobs | None) -> pb.TopLogProbs:
+    top = () if entry is None else entry.top
+    return pb.TopLogProbs(values=[value for _, value in top], token_ids=[token_id for token_id, _ in top])
