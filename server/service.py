@@ -199,7 +199,7 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     def _check(self, request_id: str, delta: OutputDelta) -> None:
         """Raises for an end that is no answer: a fault, or an abort that no client asked for."""
         if delta.finish_reason is FinishReason.ERROR:
-            raise _RpcError(grpc.StatusCode.INTERNAL, f"the engine has failed: {delta.error}")
+            raise _RpcError(grpc.StatusCode.INTERNAL, delta.error or "the engine has failed")
         if delta.finish_reason is FinishReason.ABORT and request_id not in self._aborted_by_rpc:
             raise EngineUnavailable("the server shut down before the request was complete")
 

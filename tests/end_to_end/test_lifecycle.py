@@ -1,0 +1,145 @@
+"""How a server starts, refuses to start, drains and ends."""
+
+import concurrent.futures
+import contextlib
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import grpc
+import processes
+import pytest
+from conftest import FLAGS
+from processes import BIN, generate, output_ids, wait_for
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+LONG = {"max_tokens": 120, "ignore_eos": True}
+
+
+def outcome(stub, request):
+    """("done", number of tokens) or (status, details)."""
+    try:
+        responses = list(stub.Generate(request))
+    except grpc.RpcError as error:
+        return error.code(), error.details()
+    return "done", sum(map(len, output_ids(responses)))
+
+
+@contextlib.contextmanager
+def under_load(tiny, folder, *flags):
+    """A server with eight streams on four slots, half of them queued."""
+    with (
+        processes.server(tiny, folder, *FLAGS, *flags) as server,
+        server.stub() as stub,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
+        requests = [generate([5, index + 5], stream=True, **LONG) for index in range(8)]
+        calls = [pool.submit(outcome, stub, request) for request in requests]
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 4)
+        yield server, stub, calls
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_drain_finishes_what_runs_and_waits(shared_server, tiny, tmp_path, number):
+    with under_load(tiny, tmp_path) as (server, stub, calls):
+        server.process.send_signal(number)
+        wait_for(lambda: not stub.HealthCheck(pb.HealthCheckRequest()).healthy)
+        assert outcome(stub, generate([5]))[0] is grpc.StatusCode.UNAVAILABLE
+        assert server.http("/health") == (503, "the server is shutting down\n")
+        assert [call.result() for call in calls] == [("done", 120)] * 8
+        assert server.process.wait(20) == 0
+
+
+def test_a_drain_without_time_tells_every_client(shared_server, tiny, tmp_path):
+    with under_load(tiny, tmp_path, "--drain_timeout=0") as (server, _, calls):
+        assert server.stop() == 0
+        results = [call.result() for call in calls]
+        assert all(code == "done" or code is grpc.StatusCode.UNAVAILABLE for code, _ in results)
+        assert any("shut down" in str(details) for _, details in results)
+
+
+def test_a_second_signal_ends_at_once(shared_server, tiny, tmp_path):
+    with under_load(tiny, tmp_path) as (server, stub, _):
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: not stub.HealthCheck(pb.HealthCheckRequest()).healthy)
+        began = time.monotonic()
+        assert server.stop() == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 2
+
+
+def test_a_signal_while_loading_ends_cleanly(shared_server, tiny):
+    command = [BIN / "runtime-serve", f"--model={tiny}", "--port=0", "--metrics_port=0", *FLAGS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(1.0)
+        process.terminate()
+        out, errors = process.communicate(timeout=20)
+    assert process.returncode == 0 and out == "" and "Traceback" not in errors
+
+
+def test_idle_connections_do_not_hold_a_drain_up(shared_server, tiny, tmp_path):
+    with processes.server(tiny, tmp_path, *FLAGS) as server:
+        host = ("127.0.0.1", server.port)
+        with socket.create_connection(host), socket.create_connection(("127.0.0.1", server.metrics_port)):
+            began = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - began < 10
+
+
+def failing_start(*flags):
+    """The last line of a start that must fail, with nothing else that looks like a crash."""
+    done = subprocess.run([BIN / "runtime-serve", *flags], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode not in (0, None) and done.stdout == "" and "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_flags_that_cannot_be():
+    assert "slts" in failing_start("--slts=3")
+    assert "--port" in failing_start("--port=70000")
+    assert "float8" in failing_start("--dtype=float8")
+    assert "slots is 0" in failing_start("--slots=0")
+    assert "must differ" in failing_start("--port=50999", "--metrics_port=50999")
+    assert "kv_cache_memory" in failing_start("--kv_cache_memory=much")
+    assert "'tiny'" in failing_start("tiny")
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        for flag in ("--port", "--metrics_port"):
+            line = failing_start(f"{flag}={port}", "--model=/nowhere")
+            assert f"{flag} {port}" in line and "in use" in line
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: shutil.rmtree(folder), "no such file"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json"),
+        (lambda folder: (folder / "config.json").write_text('{"architectures": ["Foo"], "model_type": "foo"}'), "foo"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
+        (lambda folder: _truncate(folder / "model.safetensors"), "model.safetensors"),
+    ],
+)
+def test_models_that_cannot_be(tiny, tmp_path, spoil, words):
+    folder = tmp_path / "spoilt"
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns(".precast"))
+    spoil(folder)
+    line = failing_start(f"--model={folder}", "--port=0", "--metrics_port=0", *FLAGS)
+    assert line.startswith("runtime-serve: ") and words in line
+
+
+def test_limits_that_do_not_fit(tiny):
+    ports = ("--port=0", "--metrics_port=0")
+    assert "max_model_len" in failing_start(f"--model={tiny}", *ports, "--max_model_len=100000")
+    assert "kv_cache_memory" in failing_start(f"--model={tiny}", *ports, "--kv_cache_memory=10")
+
+
+def _truncate(path: pathlib.Path):
+    path.write_bytes(path.read_bytes()[:-1000])
