@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from precast.models.config import ModelConfig
+
 SCRATCH_PAGE = 0
 
 
@@ -26,7 +28,8 @@ SCRATCH_PAGE = 0
 class CacheSpec:
     """What the cache of one deployment looks like.
 
-    num_pages counts the scratch page; dtype is that of the values ("float32" or "bfloat16").
+    num_pages counts the scratch page; dtype is that of the values ("float32" or "bfloat16").  value_dim is the
+    size of a value where it is not that of a key.
     """
 
     num_layers: int
@@ -35,6 +38,16 @@ class CacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    value_dim: int | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, num_pages: int, page_size: int, dtype: str) -> CacheSpec:
+        """The cache that ``config`` needs: for latent attention one head, the latent and the rotary key."""
+        mla = config.mla
+        if mla is None:
+            return cls(config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
+        key_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
+        return cls(config.num_layers, num_pages, page_size, 1, key_dim, dtype, mla.kv_lora_rank)
 
     @property
     def storage_dtype(self) -> np.dtype:
@@ -46,7 +59,7 @@ class CacheSpec:
 
     @property
     def value_shape(self) -> tuple[int, int, int, int]:
-        return (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        return (self.num_pages, self.num_kv_heads, self.page_size, self.value_dim or self.head_dim)
 
     @property
     def page_bytes(self) -> int:
@@ -68,11 +81,12 @@ def shapes(spec: CacheSpec) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeS
 
 
 def create(spec: CacheSpec) -> Cache:
-    """An empty cache on the default device."""
-    return tuple(
-        (jnp.zeros(spec.key_shape, spec.storage_dtype), jnp.zeros(spec.value_shape, spec.storage_dtype))
-        for _ in range(spec.num_layers)
-    )
+    """An empty cache on the default device, made without compiling anything."""
+
+    def zeros(shape: tuple[int, ...]) -> jax.Array:
+        return jax.device_put(np.zeros(shape, spec.storage_dtype))
+
+    return tuple((zeros(spec.key_shape), zeros(spec.value_shape)) for _ in range(spec.num_layers))
 
 
 def write(layer: LayerCache, keys: jax.Array, values: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerCache:

@@ -1,0 +1,222 @@
+"""Compiled programs: built before the server is ready, kept in a folder, loaded at the next start.
+
+A plan is one folder a key (model, shapes, target, versions): ``manifest.json`` with the key and each file's
+SHA-256, and ``executables/`` with one serialised program a file.  A file whose digest is not the manifest's is
+compiled again and replaced; nothing is unpickled before its digest has matched.  Files are written under another
+name and moved into place.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jaxlib
+from absl import logging
+from jax.experimental import serialize_executable
+from tqdm import tqdm
+
+from precast.runtime.programs import Program
+
+Compiled = Callable[..., Any]
+_MANIFEST = "manifest.json"
+_EXECUTABLES = "executables"
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """How one program came to be: compile seconds (0 when loaded), bytes of its file and of its temporaries."""
+
+    name: str
+    seconds: float
+    file_bytes: int
+    temp_bytes: int
+    loaded: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All programs of an engine, ready to call."""
+
+    programs: dict[str, Compiled]
+    built: tuple[Built, ...]
+
+    def table(self) -> str:
+        """The programs with their compile times and bytes, for people."""
+        lines = [f"{'program':<24}{'compile s':>10}{'file kB':>10}{'temp kB':>10}"]
+        for one in self.built:
+            seconds = "loaded" if one.loaded else f"{one.seconds:.1f}"
+            lines.append(f"{one.name:<24}{seconds:>10}{one.file_bytes / 1e3:>10.0f}{one.temp_bytes / 1e3:>10.0f}")
+        return "\n".join(lines)
+
+
+class CompileCounter:
+    """Counts compilations in this process from its creation on."""
+
+    _EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+        self.count += event == self._EVENT
+
+
+def make_key(**facts: Any) -> dict[str, Any]:
+    """What an executable depends on: the caller's facts, versions, the processor and precast's own source."""
+    return {
+        **facts,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "processor": _processor(),
+        "source": _source_digest(),
+    }
+
+
+class PlanFolder:
+    """The folder of one plan on disk; a folder that cannot be read or written only costs compile time."""
+
+    def __init__(self, root: str | os.PathLike[str], key: dict[str, Any]) -> None:
+        self._key = json.loads(json.dumps(key))
+        digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+        self.path = pathlib.Path(root) / digest[:16]
+        self._lock = threading.Lock()
+        self._manifest = self._read_manifest()
+
+    def is_complete(self, names: Sequence[str]) -> bool:
+        """Whether the manifest lists every program (their files are checked as they are loaded)."""
+        return all(name in self._manifest["programs"] for name in names)
+
+    def names(self) -> list[str]:
+        """The programs that the manifest lists."""
+        return list(self._manifest["programs"])
+
+    def load(self, name: str) -> tuple[Compiled, Built] | None:
+        """The program, or None where there is none or its file is damaged."""
+        entry = self._manifest["programs"].get(name)
+        if entry is None:
+            return None
+        try:
+            content = (self.path / _EXECUTABLES / f"{name}.bin").read_bytes()
+        except OSError as error:
+            logging.warning("plan: %s cannot be read and is compiled again: %s", name, error)
+            return None
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            logging.warning("plan: %s does not match its digest and is compiled again", name)
+            return None
+        compiled = serialize_executable.deserialize_and_load(*pickle.loads(content))
+        return compiled, Built(name, 0.0, len(content), entry["temp_bytes"], loaded=True)
+
+    def store(self, name: str, compiled: Any, seconds: float) -> Built:
+        """Writes a freshly compiled program and lists it in the manifest."""
+        content = pickle.dumps(serialize_executable.serialize(compiled))
+        analysis = compiled.memory_analysis()
+        built = Built(name, seconds, len(content), analysis.temp_size_in_bytes if analysis else 0, loaded=False)
+        entry = {
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "bytes": built.file_bytes,
+            "temp_bytes": built.temp_bytes,
+            "compile_seconds": round(seconds, 3),
+        }
+        try:
+            _write(self.path / _EXECUTABLES / f"{name}.bin", content)
+            with self._lock:
+                self._manifest["programs"][name] = entry
+                _write(self.path / _MANIFEST, json.dumps(self._manifest, indent=1).encode())
+        except OSError as error:
+            logging.warning("plan: %s cannot be kept for the next start: %s", name, error)
+        return built
+
+    def _read_manifest(self) -> dict[str, Any]:
+        try:
+            manifest = json.loads((self.path / _MANIFEST).read_bytes())
+            if manifest["key"] == self._key and isinstance(manifest["programs"], dict):
+                return manifest
+            logging.warning("plan: %s is of another deployment and is written anew", self.path)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logging.warning("plan: %s cannot be read and is written anew: %s", self.path / _MANIFEST, error)
+        return {"key": self._key, "programs": {}}
+
+
+def load(folder: PlanFolder, names: Sequence[str]) -> dict[str, tuple[Compiled, Built]]:
+    """Loads the named programs side by side; what is missing or damaged is left out."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        found = zip(names, pool.map(folder.load, names), strict=True)
+        return {name: one for name, one in found if one is not None}
+
+
+def build(
+    programs: Sequence[Program], folder: PlanFolder, have: dict[str, tuple[Compiled, Built]], *, progress: bool
+) -> Plan:
+    """Compiles the programs that ``have`` lacks, in parallel, and keeps them in the folder.
+
+    Lowering holds Python's lock, so it runs here while the pool compiles what was lowered before.
+    """
+    missing = [program for program in programs if program.name not in have]
+    done = dict(have)
+    with (
+        concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool,
+        tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress or not missing) as bar,
+    ):
+
+        def finish(name: str, lowered: jax.stages.Lowered) -> None:
+            began = time.monotonic()
+            compiled = lowered.compile()
+            done[name] = (compiled, folder.store(name, compiled, time.monotonic() - began))
+            bar.update()
+
+        for future in [pool.submit(finish, program.name, program.lower()) for program in missing]:
+            future.result()
+    ordered = [done[program.name] for program in programs]
+    return Plan({built.name: compiled for compiled, built in ordered}, tuple(built for _, built in ordered))
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file so that nobody ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _processor() -> str:
+    """The machine's kind and instruction set: a CPU executable runs nowhere else."""
+    flags = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        pass
+    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:16]}"
+
+
+def _source_digest() -> str:
+    """Of the source that device programs are made from."""
+    package = pathlib.Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for folder in ("runtime", "models", "kernels_pallas", "sharding"):
+        for file in sorted((package / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
