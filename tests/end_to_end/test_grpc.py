@@ -1,6 +1,7 @@
 """A real server over a raw gRPC channel: what the gateway would not let through, and health."""
 
 import concurrent.futures
+import contextlib
 import threading
 
 import grpc
@@ -121,9 +122,8 @@ def test_cancels_at_any_moment(server, stub):
     for delay in range(20):
         call = stub.Generate(generate([5] * 60, stream=True, max_tokens=60, n=2, ignore_eos=True))
         threading.Timer(delay * 0.005, call.cancel).start()
-        with pytest.raises(grpc.RpcError):
-            while True:
-                next(call)
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
     wait_for(server.is_idle)
 
 
@@ -133,7 +133,8 @@ def test_malformed_and_oversized_messages(server):
         for data in (b"\xff" * 100, b"\x0a\xff", b"\x12\x80"):
             with pytest.raises(grpc.RpcError) as caught:
                 list(call(data))
-            assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+            assert caught.value.code() is grpc.StatusCode.UNKNOWN  # by the gRPC library, before any of our code
+            assert len(caught.value.details()) < 1000
         with pytest.raises(grpc.RpcError) as caught:
             list(call(b"\x00" * (17 << 20)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

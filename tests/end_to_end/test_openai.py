@@ -136,7 +136,7 @@ def test_empty_prompts(client, prompt, options):
         {"presence_penalty": 3},
         {"extra_body": {"min_tokens": 5, "max_tokens": 2}},
         {"extra_body": {"stop_token_ids": [320]}},
-        {"extra_body": {"repetition_penalty": 0.0}},
+        {"extra_body": {"repetition_penalty": -1.0}},
         {"extra_body": {"min_p": 2}},
     ],
 )
