@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import pathlib
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +38,21 @@ class TokenizerBundle:
 
     def zip(self) -> bytes:
         """The archive; equal bundles give equal bytes, so that its digest identifies it."""
-        contents = (self.tokenizer_json, _dump(self.tokenizer_config), _dump(self.config))
         data = io.BytesIO()
         with zipfile.ZipFile(data, "w") as archive:
-            for name, content in zip(_NAMES, contents, strict=True):
+            for name, content in self._files().items():
                 archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, compresslevel=1)
         return data.getvalue()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the files, as libraries that load a tokenizer from a folder expect them."""
+        os.makedirs(folder, exist_ok=True)
+        for name, content in self._files().items():
+            pathlib.Path(folder, name).write_text(content, encoding="utf-8")
+
+    def _files(self) -> dict[str, str]:
+        contents = (self.tokenizer_json, _dump(self.tokenizer_config), _dump(self.config))
+        return dict(zip(_NAMES, contents, strict=True))
 
     @classmethod
     def unzip(cls, data: bytes) -> TokenizerBundle:

@@ -33,16 +33,22 @@ _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Most tokens of the answer
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the likeliest token.", 0.0, flag_values=_FLAGS)
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the likeliest tokens up to this share.", 0.0, 1.0, flag_values=_FLAGS)
 _SEED = flags.DEFINE_integer("seed", None, "Makes a sampled answer repeatable.", flag_values=_FLAGS)
+_SAVE_TOKENIZER = flags.DEFINE_string(
+    "save_tokenizer", None, "Write the server's tokenizer files into this folder instead of asking.", flag_values=_FLAGS
+)
 _TIMEOUT = flags.DEFINE_float("timeout", None, "Seconds until the request is given up.", 0.0, flag_values=_FLAGS)
 
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Runs the command and exits; ``argv`` without the program's name, None for the process's own."""
     texts = command.parse(_COMMAND, _SUMMARY, _FLAGS, argv)
-    if len(texts) != 1:
-        command.fail(_COMMAND, f"takes one message, not {len(texts)}: put it in quotes", status=2)
+    if len(texts) != (0 if _SAVE_TOKENIZER.value else 1):
+        command.fail(_COMMAND, f"{len(texts)} messages are given where one is asked for: use quotes", status=2)
     try:
         with grpc.insecure_channel(_SERVER.value, options=[("grpc.max_receive_message_length", -1)]) as channel:
+            if _SAVE_TOKENIZER.value:
+                fetch_bundle(vllm_engine_pb2_grpc.VllmEngineStub(channel)).save(_SAVE_TOKENIZER.value)
+                return
             for text in answer(channel, texts[0]):
                 print(text, end="", flush=True)
             print()

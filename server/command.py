@@ -44,7 +44,7 @@ def _help(summary: str, values: flags.FlagValues) -> str:
     lines = [textwrap.dedent(summary).strip(), "", "Flags:"]
     for group in values.flags_by_module_dict().values():
         for flag in group:
-            default = "" if flag.default is None else f" (default: {flag.default_as_str.strip(chr(39))})"
+            default = "" if flag.default is None else f" (default: {flag.default})"
             text = textwrap.wrap(flag.help + default, _WIDTH - 6)
             lines += [f"  --{flag.name}", *(f"      {line}" for line in text)]
     return "\n".join(lines)

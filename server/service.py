@@ -229,6 +229,7 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
         model = self._model
+        max_model_len = self._engine.config.max_model_len or 0  # the engine has resolved it
         return pb.GetModelInfoResponse(
             model_path=model.path,
             tokenizer_path=model.path,
@@ -237,8 +238,8 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             model_type=model.model_type,
             architectures=model.architectures,
             vocab_size=model.vocab_size,
-            max_context_length=self._engine.config.max_model_len,
-            max_req_input_len=self._engine.config.max_model_len - 1,
+            max_context_length=max_model_len,
+            max_req_input_len=max_model_len - 1,
             eos_token_ids=model.eos_token_ids,
             bos_token_id=model.bos_token_id or 0,
             pad_token_id=model.pad_token_id or 0,

@@ -8,10 +8,8 @@ import signal
 from collections.abc import Callable
 
 import grpc
-import grpc_health.v1.health
-import grpc_health.v1.health_pb2
-import grpc_health.v1.health_pb2_grpc
-import grpc_reflection.v1alpha.reflection
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from precast.runtime.engine_thread import EngineThread
@@ -66,12 +64,12 @@ async def serve(
     metrics = ServerMetrics(engine, model.served_name)
     zipped = None if bundle is None else bundle.zip()
     service = EngineService(engine, model, metrics, text=text, tokenizer_zip=zipped)
-    health = grpc_health.v1.health.aio.HealthServicer()
+    health_service = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] (set at run time)
     server = grpc.aio.server(options=_GRPC_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
-    grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (SERVICE_NAME, grpc_health.v1.health.SERVICE_NAME, grpc_reflection.v1alpha.reflection.SERVICE_NAME)
-    grpc_reflection.v1alpha.reflection.enable_server_reflection(names, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
     try:
         port = server.add_insecure_port(f"{address.host}:{address.port}")
         metrics_server = MetricsServer(address.host, address.metrics_port, metrics, service.unavailable_because)
@@ -79,13 +77,13 @@ async def serve(
         raise StartError(f"cannot listen on {address.host}: {error}") from None
     await server.start()
     for name in ("", SERVICE_NAME):
-        await health.set(name, grpc_health.v1.health_pb2.HealthCheckResponse.SERVING)
+        await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
     stop = _stop_on_signals()
     on_ready(Address(address.host, port, metrics_server.port))
     await _until_stop_or_fault(stop, engine)
 
     service.begin_drain()
-    await health.enter_graceful_shutdown()
+    await health_service.enter_graceful_shutdown()
     if engine.failure is None:
         await asyncio.to_thread(engine.drain, drain_timeout)
     await service.wait_until_idle(_FLUSH_SECONDS)

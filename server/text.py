@@ -51,7 +51,8 @@ class TextEncoder:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a chat; arguments and errors as ``ChatTemplate.render``."""
-        marks = _Marks(self._special_tokens(), messages)
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        marks = _Marks([token.content for token in added if token.special], messages)
         text = self.render_chat(marks.hide(messages), **options)
         if not marks.used:
             return _encode(self.tokenizer, text)
@@ -65,23 +66,20 @@ class TextEncoder:
             self._template = ChatTemplate(source, self._token_texts)
         return self._template
 
-    def _special_tokens(self) -> dict[str, tokenizers.AddedToken]:
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        return {token.content: token for token in added if token.special}
-
     def _encode_around_specials(self, text: str, marks: _Marks) -> list[int]:
         """Ids of a rendered chat whose untrusted special tokens are hidden behind ``marks``.
 
         The special tokens still in sight are the template's.  The text is cut at them, and what
         lies between is encoded by tokenizers that take special tokens for text.
         """
-        specials = list(self._special_tokens().values())
+        added = self.tokenizer.get_added_tokens_decoder()
+        specials = {token_id: token for token_id, token in added.items() if token.special}
         opening, inner = (_blind_tokenizer(self._bundle.tokenizer_json, first) for first in (True, False))
         ids: list[int] = []
         start = 0
         for match in _special_pattern(specials).finditer(text):
             ids += _encode(inner if start else opening, marks.show(text[start : match.start()]))
-            ids.append(self.tokenizer.token_to_id(specials[int(match.lastgroup[1:])].content))
+            ids += [token_id for token_id in specials if match[f"t{token_id}"]]
             start = match.end()
         return ids + _encode(inner if start else opening, marks.show(text[start:]))
 
@@ -89,7 +87,7 @@ class TextEncoder:
 class _Marks:
     """Stands one private-use character in for each special token's text while a template renders."""
 
-    def __init__(self, specials: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]):
+    def __init__(self, specials: Sequence[str], messages: Sequence[Mapping[str, Any]]):
         given = json.dumps(list(messages), ensure_ascii=False, default=str)
         unused = (chr(code) for code in _PRIVATE_USE if chr(code) not in given)
         # The longest first: where two start alike, the whole one counts.
@@ -157,14 +155,14 @@ def _without_first_space(value: Any) -> Any:
     return {key: item if key == "model" else _without_first_space(item) for key, item in value.items()}
 
 
-def _special_pattern(specials: Sequence[tokenizers.AddedToken]) -> re.Pattern[str]:
-    """Finds one special token (group ``t<index>``) with the white space that it swallows."""
-    ordered = sorted(range(len(specials)), key=lambda index: len(specials[index].content), reverse=True)
+def _special_pattern(specials: Mapping[int, tokenizers.AddedToken]) -> re.Pattern[str]:
+    """Finds one special token (group ``t<id>``) with the white space that it swallows."""
+    longest_first = sorted(specials.items(), key=lambda item: len(item[1].content), reverse=True)
     space = {True: r"\s*", False: ""}
     return re.compile(
         "|".join(
-            f"{space[token.lstrip]}(?P<t{index}>{re.escape(token.content)}){space[token.rstrip]}"
-            for index, token in ((index, specials[index]) for index in ordered)
+            f"{space[token.lstrip]}(?P<t{token_id}>{re.escape(token.content)}){space[token.rstrip]}"
+            for token_id, token in longest_first
         )
     )
 
