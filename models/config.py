@@ -192,12 +192,11 @@ class ModelConfig:
         """Tokens that a query of this layer sees, its own included; None is all of them."""
         return self.sliding_window if self.layer_kinds and self.layer_kinds[layer] == "sliding" else None
 
-    def layer_rope(self, layer: int) -> RopeConfig | None:
-        """The layer's RoPE, or None where it has none."""
+    def layer_rope_kind(self, layer: int) -> LayerKind | None:
+        """Which of ``rope`` ("full") and ``rope_sliding`` turns this layer's heads; None for neither."""
         if self.rope_layers and not self.rope_layers[layer]:
             return None
-        sliding = self.layer_window(layer) is not None
-        return self.rope_sliding if sliding and self.rope_sliding is not None else self.rope
+        return "sliding" if self.rope_sliding is not None and self.layer_window(layer) is not None else "full"
 
     def layer_is_moe(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]

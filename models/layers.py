@@ -8,6 +8,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from precast.models.config import ModelConfig
+
+# Of the sigmoid in gpt-oss's gate.
+_CLAMPED_SLOPE = 1.702
+# Rows that a grouped product handles at a time.
+_GROUP_BLOCK = 8
+
 
 @flax.struct.dataclass
 class Dense:
@@ -32,10 +39,59 @@ def linear(x: jax.Array, weight: Dense) -> jax.Array:
     return y if weight.bias is None else y + weight.bias
 
 
+def per_head_linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Heads by their matrices: ``[tokens, heads, in]``, ``[heads, out, in]`` -> ``[tokens, heads, out]``, float32."""
+    y = jax.lax.dot_general(
+        x.astype(kernel.dtype), kernel, (((2,), (2,)), ((1,), (0,))), preferred_element_type=jnp.float32
+    )
+    return jnp.swapaxes(y, 0, 1)
+
+
+def grouped_linear(rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Sorted rows by their group's matrix: ``[rows, in]``, ``[groups, out, in]`` -> ``[rows, out]`` float32.
+
+    Group g has ``sizes[g]`` rows; the sizes add up to all rows.  Works through blocks of one height, whatever the
+    number of rows, so that a row's result does not depend on the others.  (``jax.lax.ragged_dot`` is the operation,
+    but on CPU it becomes one product over all groups with zeros for the others, and copies the whole kernel.)
+    A kernel held as uint16 is the bits of a bfloat16 one: XLA's CPU backend would convert all of a bfloat16 array
+    to float32 to take a slice of it in a loop.
+    """
+    total = rows.shape[0]
+    is_bits = kernel.dtype == jnp.uint16
+    rows = jnp.pad(rows, ((0, _GROUP_BLOCK), (0, 0))).astype(jnp.bfloat16 if is_bits else kernel.dtype)
+    firsts = jnp.cumsum(sizes) - sizes
+
+    def group(index: jax.Array, out: jax.Array) -> jax.Array:
+        matrix = jax.lax.dynamic_index_in_dim(kernel, index, keepdims=False)
+        matrix = Dense(jax.lax.bitcast_convert_type(matrix, jnp.bfloat16) if is_bits else matrix)
+
+        def block(number: jax.Array, out: jax.Array) -> jax.Array:
+            first = firsts[index] + number * _GROUP_BLOCK
+            y = linear(jax.lax.dynamic_slice_in_dim(rows, first, _GROUP_BLOCK), matrix)
+            is_own = (number * _GROUP_BLOCK + jnp.arange(_GROUP_BLOCK) < sizes[index])[:, None]
+            before = jax.lax.dynamic_slice_in_dim(out, first, _GROUP_BLOCK)
+            return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(is_own, y, before), first, 0)
+
+        return jax.lax.fori_loop(0, (sizes[index] + _GROUP_BLOCK - 1) // _GROUP_BLOCK, block, out)
+
+    out = jnp.zeros((rows.shape[0], kernel.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, kernel.shape[0], group, out)[:total]
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm (arXiv:1910.07467) of ``x [rows, width]`` over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x / jnp.sqrt(row_sums(x * x) / x.shape[-1] + eps) * scale
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Layer norm (arXiv:1607.06450) without bias of ``x [rows, width]`` over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    x = x - row_sums(x) / x.shape[-1]
+    return x / jnp.sqrt(row_sums(x * x) / x.shape[-1] + eps) * scale
+
+
+NORMS = {"rms": rms_norm, "layer": layer_norm}
 
 
 def row_sums(x: jax.Array) -> jax.Array:
@@ -56,6 +112,20 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+def gated(gate: jax.Array, up: jax.Array, config: ModelConfig) -> jax.Array:
+    """``activation(gate) * up``, or the clamped form of gpt-oss (see ``ModelConfig.activation``)."""
+    if config.activation != "swiglu_clamped":
+        return ACTIVATIONS[config.activation](gate) * up
+    limit = config.activation_limit
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(_CLAMPED_SLOPE * gate)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """``cap * tanh(x / cap)``; None leaves x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def embed(table: jax.Array, token_ids: jax.Array) -> jax.Array:

@@ -92,14 +92,7 @@ def resolve(model: ModelConfig, config: EngineConfig) -> tuple[EngineConfig, Sha
         raise ConfigError(
             f"max_model_len is {longest}: the model is made for at most {model.max_position_embeddings} positions"
         )
-    spec = kv_cache.CacheSpec(
-        num_layers=model.num_layers,
-        num_pages=0,
-        page_size=config.page_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
+    spec = kv_cache.CacheSpec.of(model, num_pages=0, page_size=config.page_size, dtype=dtype)
     pages_each = -(-longest // config.page_size)
     memory = config.kv_cache_memory
     if memory is None:

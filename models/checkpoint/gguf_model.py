@@ -19,6 +19,7 @@ from precast.models.config import ModelConfig, RopeConfig
 from precast.models.errors import CheckpointError
 from precast.models.families import names, read_config
 from precast.models.families.base import GgufNames, Source
+from precast.models.rope import halves_first
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SPLIT_NAME = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf")
@@ -83,7 +84,7 @@ class GgufCheckpoint(Checkpoint):
         if gguf.permuted and match:
             heads = self.config.num_heads if match.group(1) == "q" else self.config.num_kv_heads
             turning = self.config.rotary_dim(self.config.rope)
-            convert = functools.partial(in_halves, num_heads=heads, rotary_dim=turning)
+            convert = functools.partial(halves_first, num_heads=heads, first=0, dim=turning)
         elif gguf.norms_shifted and name.endswith("norm.weight"):
             convert = _less_one
         else:
@@ -93,16 +94,6 @@ class GgufCheckpoint(Checkpoint):
 
 def _less_one(array: np.ndarray) -> np.ndarray:
     return array - 1
-
-
-def in_halves(array: np.ndarray, num_heads: int, rotary_dim: int) -> np.ndarray:
-    """Rows of each head from interleaved pairs (0, 1), (2, 3), … to first members, then second members.
-
-    Only the leading rotary_dim rows of a head are in pairs.  ``array`` is ``[heads * head_dim, …]``.
-    """
-    heads = array.reshape(num_heads, -1, *array.shape[1:])
-    turning = heads[:, :rotary_dim]
-    return np.concatenate([turning[:, ::2], turning[:, 1::2], heads[:, rotary_dim:]], axis=1).reshape(array.shape)
 
 
 def _open_all(path: str) -> list[GgufFile]:

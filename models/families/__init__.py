@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from precast.models.config import ModelConfig
@@ -42,4 +43,7 @@ def read_config(raw: Mapping, where: str) -> tuple[Family, ModelConfig]:
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from error
     keys.finish()
-    return family, config
+    reach = 0
+    if config.rope.kind in ("yarn", "dynamic"):
+        reach = int(config.rope.original_max_position_embeddings * config.rope.factor)
+    return family, dataclasses.replace(config, max_position_embeddings=max(config.max_position_embeddings, reach))
