@@ -7,11 +7,14 @@ a second chip in one process reports success without compiling).
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,6 +63,27 @@ class Report:
         if self.temp_bytes > 64 << 20:
             faults.append(f"{self.temp_bytes} bytes of temporaries")
         return faults
+
+
+def ptx_usage(folder: Path, sm: str) -> tuple[int, int]:
+    """Registers and spilled bytes of the Mosaic GPU kernels whose PTX lies in ``folder`` (``MOSAIC_GPU_DUMP_TO``, with
+    ``MOSAIC_GPU_DUMP_PTX=1``), by the assembler ``ptxas``. The files are removed.
+
+    Raises RuntimeError where there is no PTX for ``sm``: then nothing was compiled for it.
+    """
+    registers = spills = 0
+    sources = list(folder.glob("*.ptx"))
+    for source in sources:
+        if f".target {sm}" not in source.read_text():
+            raise RuntimeError(f"{source.name} is not for {sm}")
+        command = ["ptxas", "-v", f"-arch={sm}", str(source), "-o", os.devnull]
+        words = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        registers = max([registers, *map(int, re.findall(r"Used (\d+) registers", words))])
+        spills += sum(map(int, re.findall(r"(\d+) bytes spill stores", words)))
+        source.unlink()
+    if not sources:
+        raise RuntimeError(f"no PTX in {folder}: nothing was compiled for {sm}")
+    return registers, spills
 
 
 def topology_devices(target: Target) -> np.ndarray:

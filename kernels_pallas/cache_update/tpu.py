@@ -8,8 +8,8 @@ the compiler; XLA's own scatter copies the whole cache when its dtype has 8 bits
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ _TABLE_LIMIT = 200_000
 _BATCH_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Spec:
     """How new tokens meet tiles: an entry brings ``tokens`` tokens to ``tiles`` tiles, a row has ``entries`` of them.
 
@@ -40,7 +40,7 @@ class _Spec:
     entries: int
     per_page: int
     width: int
-    by_lane: bool
+    by_lane: bool = False
 
 
 def cache_update(pages, keys, values, page_table, context_lens, q_starts, *, target, scales=None):
@@ -49,7 +49,7 @@ def cache_update(pages, keys, values, page_table, context_lens, q_starts, *, tar
     Raises:
         NotImplementedError: a page table beyond scalar memory.
     """
-    rows = keys.shape[0]
+    rows, q = keys.shape[:2]
     page_size, width = pages.shape[1], page_table.shape[1]
     if rows * width > _TABLE_LIMIT:
         raise NotImplementedError(
@@ -57,33 +57,39 @@ def cache_update(pages, keys, values, page_table, context_lens, q_starts, *, tar
             f"memory holds; use pages larger than {page_size} tokens or fewer rows"
         )
     lanes, token_scales = layout.quantize_tokens(keys, values, pages.dtype)
-    tile = min(32 // pages.dtype.itemsize, page_size)
     run = functools.partial(_write, page_table=page_table, lens=context_lens, starts=q_starts, target=target)
-    pages = run(pages, lanes, tile=tile, tokens_per_page=page_size)
+    tile = min(32 // pages.dtype.itemsize, page_size)
+    spec = _Spec(q=q, tokens=tile, span=tile, per_page=page_size, width=width, tiles=1, entries=_tiles(q, tile))
+    if q <= _ONE_BY_ONE:
+        pages = run(dataclasses.replace(spec, tokens=q, tiles=spec.entries, entries=1), pages, lanes)
+    else:
+        pages = run(spec, pages, _aligned(spec, lanes, q_starts))
     if scales is not None and token_scales is not None:
-        # a page's scales are one row: a token's scale, repeated over the row, is kept where the lane is the token's
-        wide = jnp.repeat(token_scales, page_size, axis=-1)
-        wide = jnp.pad(wide, ((0, 0), (0, 0), (0, scales.shape[2] - wide.shape[2])))
-        scales = run(scales, wide, tile=1, tokens_per_page=page_size)
+        # a page's scales are one row, in which each token has every page_size-th lane
+        spec = _Spec(q, 1, page_size, 1, _tiles(q, page_size), page_size, width, by_lane=True)
+        wide = _aligned(spec, token_scales, q_starts).swapaxes(1, 2).reshape(-1, 1, token_scales.shape[2] * page_size)
+        scales = run(spec, scales, jnp.pad(wide, ((0, 0), (0, 0), (0, scales.shape[2] - wide.shape[2]))))
     return pages, scales
 
 
-def _write(cache, new, *, page_table, lens, starts, tile, tokens_per_page, target):
-    """Merge ``new [rows, q, lanes]`` into ``cache [pages, tokens_per_page, lanes]``, or into one row a page
+def _tiles(q: int, span: int) -> int:
+    """Tiles of ``span`` tokens that ``q`` contiguous tokens can touch."""
+    return (q + span - 2) // span + 1
+
+
+def _aligned(spec, new, starts):
+    """``[rows, q, lanes]`` -> ``[rows * entries, span, lanes]``: the tokens where they lie in their tiles."""
+    source = (-(starts % spec.span))[:, None] + jnp.arange(spec.entries * spec.span)
+    new = jnp.take_along_axis(new, jnp.clip(source, 0, spec.q - 1)[..., None], axis=1)
+    return new.reshape(-1, spec.span, new.shape[2])
+
+
+def _write(spec, cache, new, *, page_table, lens, starts, target):
+    """Merge ``new [entries, tokens, lanes]`` into ``cache [pages, page_size, lanes]``, or into one row a page
     (``cache [pages, 1, lanes]``) whose lanes repeat a page's tokens."""
-    rows, q, lanes = new.shape
-    by_lane = cache.shape[1] == 1
-    span = tokens_per_page if by_lane else tile
-    tiles = (q + span - 2) // span + 1
-    if by_lane or q <= _ONE_BY_ONE:
-        spec = _Spec(q, q, span, tiles, 1, tokens_per_page, page_table.shape[1], by_lane)
-    else:
-        spec = _Spec(q, span, span, 1, tiles, tokens_per_page, page_table.shape[1], by_lane)
-        source = (starts // span * span - starts)[:, None] + jnp.arange(tiles * span)
-        new = jnp.take_along_axis(new, jnp.clip(source, 0, q - 1)[..., None], axis=1)
-        new = new.reshape(rows * tiles, span, lanes)
-    entries = new.shape[0]
-    entry_bytes = lanes * (spec.tiles * tile * cache.dtype.itemsize + 2 * layout.pad_to(spec.tokens, 8) * 4)
+    entries, tokens, lanes = new.shape
+    tile = 1 if spec.by_lane else spec.span
+    entry_bytes = lanes * (spec.tiles * tile * cache.dtype.itemsize + 2 * layout.pad_to(tokens, 8) * 4)
     most = max(_BATCH_BYTES // entry_bytes, 1)
     batch = max(n for n in range(1, min(most, entries) + 1) if entries % n == 0)
     return pl.pallas_call(
@@ -93,7 +99,7 @@ def _write(cache, new, *, page_table, lens, starts, tile, tokens_per_page, targe
             num_scalar_prefetch=3,
             grid=(entries // batch,),
             in_specs=[
-                pl.BlockSpec((batch, spec.tokens, lanes), lambda step, *_: (step, 0, 0)),
+                pl.BlockSpec((batch, tokens, lanes), lambda step, *_: (step, 0, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
@@ -105,7 +111,9 @@ def _write(cache, new, *, page_table, lens, starts, tile, tokens_per_page, targe
         input_output_aliases={4: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=pl.CostEstimate(
-            flops=0, bytes_accessed=2 * rows * tiles * tile * lanes * cache.dtype.itemsize, transcendentals=0
+            flops=0,
+            bytes_accessed=2 * entries * spec.tiles * tile * lanes * cache.dtype.itemsize,
+            transcendentals=0,
         ),
         interpret=pltpu.InterpretParams(detect_races=True) if target.interpret else False,
         name="precast_cache_update",
@@ -157,7 +165,7 @@ def _merged(spec, held, new, first, start, end):
     position = first + (index % spec.per_page if spec.by_lane else index)
     # selects work on 32-bit lanes on every generation
     merged, new = held.astype(jnp.float32), new.astype(jnp.float32)
-    if spec.entries > 1:
+    if spec.tiles == 1:
         merged = jnp.where((position >= start) & (position < end), new, merged)
     else:
         for i in range(spec.tokens):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -168,14 +167,14 @@ def _call(spec, queries, pages, page_table, context_lens, q_starts, sinks, scale
     )(context_lens, q_starts, page_table.reshape(-1), *inputs)
 
 
-def _named_kernel(spec, per_part, names, lens, starts, table, *refs):
-    refs: dict[str, Any] = dict(zip(names, refs, strict=True))
+def _named_kernel(spec, per_part, names, lens, starts, table, *arrays):
+    refs = dict(zip(names, arrays, strict=True))
     part, i = pl.program_id(0), pl.program_id(1)
     step = part * per_part + i
     copies = _Copies(spec, lens, starts, table, refs)
     first, last, end = copies.span(step)
-    slot = jnp.where(i == 0, 0, refs["slot"][0])
-    first_before, last_before, _ = copies.span(jnp.maximum(step - 1, 0))
+    slot = jnp.where(i == 0, jnp.int32(0), refs["slot"][0])
+    first_before, last_before = copies.span(jnp.maximum(step - 1, 0))[:2]
     asked_for = (i > 0) & (last_before > first_before)
 
     @pl.when((last > first) & ~asked_for)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 
 from precast.kernels_pallas import layout
@@ -17,7 +19,7 @@ def tpu_blocks(queries, pages, config, chip) -> tuple[int, int]:
 
     Raises NotImplementedError where even the smallest blocks do not fit.
     """
-    rows, q, heads, head_dim = queries.shape
+    q, heads = queries.shape[1:3]
     page_size, lanes = pages.shape[1], pages.shape[2]
     token_bytes = lanes * pages.dtype.itemsize
     kv_block = config.kv_block or min(max(_MIB // token_bytes // 128 * 128, 128), 512)
@@ -46,3 +48,54 @@ def tpu_vmem_bytes(queries, pages, config, kv_block: int, q_block: int) -> int:
     moved = 2 * config.num_kv_heads * rows * jnp.dtype(queries.dtype).itemsize * (wide_q + wide_v)
     temporaries = 4 * rows * kv_block * 4 + 2 * kv_block * (wide_q + wide_v) * 4
     return buffers + state + moved + temporaries
+
+
+@dataclass(frozen=True)
+class GpuChoice:
+    """Which Hopper kernel, its sizes (see ``gpu_common.Spec``), and the shared memory of a block of its grid."""
+
+    swapped: bool
+    tile: int
+    block: int
+    slots: int
+    splits: int
+    smem_bytes: int
+
+
+def gpu_blocks(queries, pages, table_tokens: int, config, chip) -> GpuChoice:
+    """The kernel and its sizes for a call with a page table of ``table_tokens`` tokens a row.
+
+    Splits are as many as it takes to give every SM four blocks of the grid, as long as each split of a full page table
+    still has eight blocks of the cache.  Slots are up to four; where two blocks of the grid can share an SM with three
+    or two slots each, they do.
+
+    Raises NotImplementedError where even one block of the grid does not fit the shared memory.
+    """
+    rows, q, heads, head_dim = queries.shape
+    pairs, value_dim = q * heads // config.num_kv_heads, config.value_dim or head_dim
+    quantized = layout.is_quantized(pages.dtype)
+    special = quantized or config.value_dim is not None
+    swapped = special or (pairs <= 64 and head_dim % 64 == 0)
+    if swapped:
+        tile = min(layout.pad_to(pairs, 8), 32 if special else 64)
+    else:
+        # two warpgroups of 64 pairs, while their registers suffice
+        tile = 128 if pairs > 64 and head_dim <= 192 else 64
+    block = config.kv_block or (128 if not swapped and head_dim <= 64 else 64)
+    lanes = head_dim if config.value_dim else 2 * head_dim
+    fixed = tile * head_dim * 2 + 2048
+    if swapped:
+        fixed += tile * block * 2 + (block * value_dim * 2 if quantized else 0)
+    slot = block * lanes * pages.dtype.itemsize + (2 * block * 4 if quantized else 0)
+    # an SM keeps a KiB for itself for each block of the grid
+    shared = chip.smem_bytes // 2 - 1024 if swapped else chip.smem_bytes
+    slots = max(min((shared - fixed) // slot, 4), min((chip.smem_bytes - fixed) // slot, 2))
+    if slots < 2:
+        raise NotImplementedError(
+            f"paged attention on {chip.name}: two blocks of {block} tokens with {lanes} lanes need "
+            f"{fixed + 2 * slot} bytes of shared memory, the limit is {chip.smem_bytes}"
+        )
+    grid = rows * config.num_kv_heads * -(-pairs // tile)
+    most = max(table_tokens // (8 * block), 1)
+    splits = config.splits or min(-(-4 * chip.num_sms // grid), most)
+    return GpuChoice(swapped, tile, block, slots, splits, fixed + slots * slot)

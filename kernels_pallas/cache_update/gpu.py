@@ -1,0 +1,57 @@
+"""The cache write for NVIDIA Hopper (Pallas, Mosaic GPU): a block of the grid for each new token stores its lanes.
+
+The few scales of quantised pages are left to XLA's scatter, which updates donated float32 arrays in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from precast.kernels_pallas import layout
+from precast.kernels_pallas.cache_update import reference
+from precast.kernels_pallas.gpu_ops import Ops
+
+
+def cache_update(pages, keys, values, page_table, context_lens, q_starts, *, target, scales=None):
+    """See ``api.cache_update``.
+
+    Raises:
+        NotImplementedError: a chip that is not Hopper.
+    """
+    if target.gpu.sm != "sm_90a":
+        raise NotImplementedError(
+            f"cache update on {target.gpu.name}: the kernel is compiled for Hopper, not for {target.gpu.sm}; "
+            "choose the backend 'reference' there"
+        )
+    rows, q = keys.shape[:2]
+    page_size = pages.shape[1]
+    lanes, token_scales = layout.quantize_tokens(keys, values, pages.dtype)
+
+    def write_token(cache, lens, starts, table, new):
+        row, i = lax.axis_index("row"), lax.axis_index("token")
+        position = starts[row] + i
+
+        @pl.when(position < lens[row])
+        def _():
+            page = table[row, position // page_size]
+            cache.at[page, position % page_size][...] = new.at[row, i][...]
+
+    ops = Ops(target.interpret)
+    cache = jax.new_ref(pages, memory_space=plgpu.GMEM)
+    write: Any = pl.kernel(
+        write_token,
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(rows, q), grid_names=("row", "token")),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=ops.params,
+    )
+    write(cache, context_lens, q_starts, page_table, lanes)
+    if scales is not None and token_scales is not None:
+        page, offset = reference.places(page_table, context_lens, q_starts, q, pages)
+        scales = reference.scatter_scales(scales, token_scales, page, offset, page_size)
+    return jax.freeze(cache), scales
