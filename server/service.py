@@ -14,9 +14,11 @@ import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from typing import NoReturn
 
 import grpc
 from absl import logging
+from google.protobuf.message import Message
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -296,6 +298,11 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 data=data[start : start + _TOKENIZER_CHUNK_BYTES],
                 sha256=hashlib.sha256(data).hexdigest() if last else "",
             )
+
+    async def _not_offered(self, request: Message, context: grpc.aio.ServicerContext) -> NoReturn:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer this call")
+
+    Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _not_offered
 
 
 class _RpcError(Exception):

@@ -2,13 +2,15 @@
 
 import concurrent.futures
 import contextlib
+import json
+import subprocess
 import threading
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from processes import generate, output_ids, wait_for
+from processes import BIN, generate, output_ids, wait_for
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -157,3 +159,10 @@ def test_metrics_count(server, stub):
     assert [server.metric(name) - then for name, then in zip(names, before, strict=True)] == [3, 4, 1]
     assert server.metric("vllm:cache_config_info") == 1
     assert server.metric("vllm:compiles_after_ready_total") == 0
+
+
+def test_the_saved_tokenizer_is_the_servers(shared_server, tiny, tmp_path):
+    command = [BIN / "runtime-client", f"--server={shared_server.address}", f"--save_tokenizer={tmp_path}"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "tokenizer.json").read_text() == (tiny / "tokenizer.json").read_text()
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]
