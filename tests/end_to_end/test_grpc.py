@@ -82,6 +82,33 @@ def test_bad_requests_beside_good_ones(stub, request_, field):
     assert field in caught.value.details() and len(caught.value.details()) < 4000
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 2**32 - 1},
+        {"top_p": 1e-30, "temperature": 1e30},
+        {"temperature": 1e-38},
+        {"min_p": 1.0, "temperature": 2.0},
+        {"max_tokens": 2**32 - 1},
+        {"max_tokens": None, "min_tokens": 2**32 - 1},
+        {"seed": -(2**31), "temperature": 1.0},
+        {"seed": 2**31 - 1, "temperature": 1.0, "n": 4},
+        {"repetition_penalty": 3e38},
+        {"repetition_penalty": 1e-38},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": dict.fromkeys(range(320), -100.0)},
+        {"logit_bias": {319: 100.0}},
+        {"stop_token_ids": list(range(32)), "stop": ["\n", "é", "\0", "x" * 10_000]},
+        {"n": 64, "logprobs": 20, "prompt_logprobs": 20},
+        {"logprobs": 20, "prompt_logprobs": 0, "temperature": 1.0, "top_k": 1},
+    ],
+)
+def test_extreme_values_that_are_legal(stub, params):
+    params = {"ignore_eos": True, **params}
+    lengths = [len(ids) for ids in output_ids(stub.Generate(generate([5, 6, 7], **params)))]
+    assert len(lengths) == params.get("n", 1) and all(lengths)
+
+
 def test_prompt_logprobs_alone(stub):
     [answer] = stub.Generate(generate([5, 6, 7], max_tokens=0, prompt_logprobs=2))
     assert list(answer.complete.input_logprobs.token_ids) == [5, 6, 7]
