@@ -10,8 +10,6 @@ from precast.kernels_pallas import layout
 from precast.kernels_pallas.targets import Target
 
 _BACKENDS = {name: f"precast.kernels_pallas.cache_update.{name}" for name in ("reference", "tpu", "gpu")}
-# the CPU's layout and both of its operations live in one file
-_BACKENDS["cpu"] = "precast.kernels_pallas.paged_attention.cpu"
 
 
 def cache_update(
@@ -32,7 +30,7 @@ def cache_update(
     updated in place when the caller donates them.
 
     Args:
-        pages: ``[pages, page_size, lanes]`` as ``layout`` describes (the ``cpu`` backend has a layout of its own).
+        pages: ``[pages, page_size, lanes]`` as ``layout`` describes.
         keys: ``[rows, q, kv_heads, head_dim]``, cast or quantised to the dtype of ``pages``.
         values: the same, or None for the latent form.
         page_table: ``[rows, width]`` int32.
@@ -47,8 +45,11 @@ def cache_update(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: a case that the target's kernel does not cover; the message names the limit.
     """
-    if target.backend != "cpu":
-        _check(pages, keys, values, page_table, context_lens, q_starts, scales)
+    if target.backend not in _BACKENDS:
+        raise NotImplementedError(
+            f"cache_update: backend {target.backend!r} has pages of its own layout; whoever laid them out writes them"
+        )
+    _check(pages, keys, values, page_table, context_lens, q_starts, scales)
     backend = importlib.import_module(_BACKENDS[target.backend])
     return backend.cache_update(pages, keys, values, page_table, context_lens, q_starts, target=target, scales=scales)
 

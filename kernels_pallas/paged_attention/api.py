@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from precast.kernels_pallas import layout
+from precast.kernels_pallas.paged_attention import cpu
 from precast.kernels_pallas.targets import Target
 
-# A backend is imported when it is first asked for: each brings its own part of Pallas.
-_BACKENDS = {name: f"precast.kernels_pallas.paged_attention.{name}" for name in ("reference", "cpu", "tpu", "gpu")}
+# A backend of Pallas is imported when it is first asked for: each brings its own part of it.
+_BACKENDS = {name: f"precast.kernels_pallas.paged_attention.{name}" for name in ("reference", "tpu", "gpu")}
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class AttentionConfig:
 
 def paged_attention(
     queries: jax.Array,
-    pages: jax.Array,
+    pages: jax.Array | tuple[jax.Array, jax.Array],
     page_table: jax.Array,
     context_lens: jax.Array,
     q_starts: jax.Array,
@@ -67,7 +68,8 @@ def paged_attention(
 
     Args:
         queries: ``[rows, q, heads, head_dim]``; query head ``h`` reads KV head ``h // (heads / num_kv_heads)``.
-        pages: ``[pages, page_size, lanes]`` as ``layout`` describes (the ``cpu`` backend has a layout of its own).
+        pages: ``[pages, page_size, lanes]`` as ``layout`` describes; for the ``cpu`` backend its own layout, a pair of
+            key pages and value pages as ``cpu.paged_attention`` describes.
         page_table: ``[rows, width]`` int32, ids of a row's pages in the order of positions.
         context_lens: ``[rows]`` int32, tokens of the row in the cache, those of this call included.
         q_starts: ``[rows]`` int32, position of the row's first query.
@@ -81,8 +83,14 @@ def paged_attention(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: a case that the target's kernel does not cover; the message names the limit.
     """
-    if target.backend != "cpu":
-        _check(queries, pages, page_table, context_lens, q_starts, config, sinks, scales)
+    if target.backend == "cpu":
+        keys, values = pages
+        out = cpu.paged_attention(
+            queries.astype(jnp.float32), keys, values, page_table, context_lens, q_starts,
+            scale=config.scale, window=config.window, soft_cap=config.soft_cap, sinks=sinks,
+        )  # fmt: skip
+        return out.astype(queries.dtype)
+    _check(queries, pages, page_table, context_lens, q_starts, config, sinks, scales)
     backend = importlib.import_module(_BACKENDS[target.backend])
     return backend.paged_attention(
         queries, pages, page_table, context_lens, q_starts, config=config, target=target, sinks=sinks, scales=scales
