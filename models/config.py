@@ -89,7 +89,7 @@ class MoeConfig:
 class MlaConfig:
     """Multi-head latent attention (arXiv:2405.04434): keys and values rebuilt from one latent a token.
 
-    q_lora_rank is None where queries are one plain product.
+    q_lora_rank is None where queries are one plain product; norm_eps is of the latents' norms.
     """
 
     q_lora_rank: int | None
@@ -97,6 +97,7 @@ class MlaConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    norm_eps: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)

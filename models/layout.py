@@ -161,7 +161,7 @@ class _Layer(_Arrays):
 def _as_bits(weight: Dense) -> Dense:
     """The form that ``layers.grouped_linear`` takes."""
     is_bfloat16 = weight.kernel.dtype == jnp.bfloat16
-    return weight.replace(kernel=jax.lax.bitcast_convert_type(weight.kernel, jnp.uint16)) if is_bfloat16 else weight
+    return Dense(jax.lax.bitcast_convert_type(weight.kernel, jnp.uint16), weight.bias) if is_bfloat16 else weight
 
 
 def _joined(arrays: list[np.ndarray], axis: int) -> jax.Array:

@@ -37,12 +37,12 @@ def latent_attention(
     if "q" in weights:
         queries = linear(x, weights["q"])
     else:
-        narrow = rms_norm(linear(x, weights["q_down"]), weights["q_down_norm"], config.norm_eps)
+        narrow = rms_norm(linear(x, weights["q_down"]), weights["q_down_norm"], mla.norm_eps)
         queries = linear(narrow, weights["q_up"])
     queries = queries.reshape(x.shape[0], config.num_heads, -1)
     plain, turning = jnp.split(queries, [mla.qk_nope_head_dim], axis=-1)
     latent, key = jnp.split(linear(x, weights["kv_down"]), [mla.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, weights["kv_down_norm"], config.norm_eps)[:, None, :]
+    latent = rms_norm(latent, weights["kv_down_norm"], mla.norm_eps)[:, None, :]
     cos, sin = tokens.angles["full"]
     keys = jnp.concatenate([latent, rope.rotate(key[:, None, :], cos, sin)], axis=-1)
     layer_cache = kv_cache.write(layer_cache, keys, latent, tokens.page_ids, tokens.offsets)

@@ -68,7 +68,7 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, dim: int) -> np.ndarray:
 
 
 def tables(config: ModelConfig, num_positions: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """(cos, sin), each ``[num_positions, dim / 2]`` float32, of "full" layers and, where they differ, "sliding" ones."""
+    """(cos, sin), each ``[num_positions, dim / 2]`` float32, of "full" layers and of "sliding" ones that differ."""
     kinds = {"full": config.rope}
     if config.rope_sliding is not None:
         kinds["sliding"] = config.rope_sliding

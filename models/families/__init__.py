@@ -8,10 +8,42 @@ from collections.abc import Mapping
 from precast.models.config import ModelConfig
 from precast.models.errors import CheckpointError
 from precast.models.families.base import Family
+from precast.models.families.cohere import COHERE, COHERE2
+from precast.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from precast.models.families.gemma import GEMMA2, GEMMA3
+from precast.models.families.glm import GLM, GLM4
+from precast.models.families.gpt_oss import GPT_OSS
+from precast.models.families.granite import GRANITE
 from precast.models.families.keys import ConfigKeys, flatten_text_config
-from precast.models.families.llama import LLAMA
+from precast.models.families.llama import LLAMA, MISTRAL, SMOLLM3
+from precast.models.families.mixtral import MIXTRAL
+from precast.models.families.olmo import OLMO2, OLMOE
+from precast.models.families.phi import PHI3
+from precast.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    MISTRAL,
+    SMOLLM3,
+    QWEN2,
+    QWEN3,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    OLMO2,
+    GRANITE,
+    GLM,
+    GLM4,
+    COHERE,
+    COHERE2,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    OLMOE,
+    GPT_OSS,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+)
 
 
 def family_of(model_type: str, where: str) -> Family:

@@ -10,6 +10,7 @@ import numpy as np
 
 from precast.models.config import ModelConfig
 from precast.models.families.keys import ConfigKeys
+from precast.models.families.rope import read_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,31 +95,73 @@ class Family:
     gguf: GgufNames | None = None
 
 
+_GATE_UP = tuple(f"layers.{{i}}.mlp.{part}.weight" for part in ("gate", "up"))
+# For families that store the MLP's gate and up as one tensor.
+FUSED_GATE_UP = {part: Stored("model.layers.{i}.mlp.gate_up_proj.weight", fused=_GATE_UP) for part in _GATE_UP}
+
+
 def sizes(
-    keys: ConfigKeys, *, eps: float, head_dim: int | None = None, eps_key: str = "rms_norm_eps"
+    keys: ConfigKeys,
+    *,
+    eps: float,
+    eps_key: str = "rms_norm_eps",
+    head_dim: int | None = None,
+    own_head_dim: bool = True,
+    tied: bool = False,
+    defaults: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The fields of ModelConfig that every family spells alike, but for RoPE.
 
     Args:
       keys: the config.
-      eps, head_dim: the family's defaults (head_dim None: hidden_size / num_attention_heads).
+      eps, head_dim, tied: the family's defaults (head_dim None: hidden_size / num_attention_heads).
       eps_key: name of the norms' epsilon.
+      own_head_dim: the key ``head_dim`` counts.
+      defaults: sizes that a config of the family may leave out.
     """
-    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    if head_dim is None and keys.take("head_dim", None) is None and hidden % heads:
-        raise keys.error(
-            "hidden_size", f"it must be a multiple of num_attention_heads, {heads}, when head_dim is absent"
-        )
+
+    def size(key: str) -> int:
+        return keys.integer(key, defaults[key]) if defaults else keys.integer(key)
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    given = keys.integer("head_dim", None) if own_head_dim else None
+    if given is None and head_dim is None and hidden % heads:
+        raise keys.error("hidden_size", f"it must be a multiple of num_attention_heads, {heads}, without head_dim")
     return {
         "model_type": keys.take("model_type"),
-        "vocab_size": keys.integer("vocab_size"),
+        "vocab_size": size("vocab_size"),
         "hidden_size": hidden,
-        "num_layers": keys.integer("num_hidden_layers"),
+        "num_layers": size("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": keys.integer("num_key_value_heads", heads),
-        "head_dim": keys.integer("head_dim", head_dim or hidden // heads),
-        "intermediate_size": keys.integer("intermediate_size"),
-        "max_position_embeddings": keys.integer("max_position_embeddings"),
+        "num_kv_heads": keys.integer("num_key_value_heads", (defaults or {}).get("num_key_value_heads", heads)),
+        "head_dim": given or head_dim or hidden // heads,
+        "intermediate_size": size("intermediate_size"),
+        "max_position_embeddings": size("max_position_embeddings"),
         "norm_eps": keys.number(eps_key, eps),
-        "tie_embeddings": keys.boolean("tie_word_embeddings", False),
+        "tie_embeddings": keys.boolean("tie_word_embeddings", tied),
     }
+
+
+def rope_and_sizes(keys: ConfigKeys, *, theta: float = 10000.0, **defaults: Any) -> dict[str, Any]:
+    """``sizes`` with the RoPE of a family in which all layers share one and the whole head turns."""
+    traits = sizes(keys, **defaults)
+    return {**traits, "rope": read_rope(keys, traits["head_dim"], theta=theta)}
+
+
+def sliding_layers(
+    keys: ConfigKeys, num_layers: int, is_sliding: Callable[[int], bool], window: int | None
+) -> dict[str, Any]:
+    """Which layers see a window only: from ``layer_types``, or by the family's rule where that is absent."""
+    kinds = {"full_attention": "full", "sliding_attention": "sliding"}
+    given = keys.sequence("layer_types", num_layers)
+    if given is None:
+        given = [
+            "sliding_attention" if window and is_sliding(layer) else "full_attention" for layer in range(num_layers)
+        ]
+    unknown = set(map(str, given)) - set(kinds)
+    if unknown:
+        raise keys.error(
+            "layer_types", f"{', '.join(sorted(unknown))} is not implemented; implemented: {', '.join(kinds)}"
+        )
+    layer_kinds = tuple(kinds[kind] for kind in given)
+    return {"layer_kinds": layer_kinds, "sliding_window": window} if "sliding" in layer_kinds else {}

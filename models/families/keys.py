@@ -54,6 +54,10 @@ class ConfigKeys:
             raise CheckpointError(f"{self.where}: {key} is missing")
         return default
 
+    def ignore(self, *names: str) -> None:
+        """Marks keys as read that say nothing beyond what others say."""
+        self._taken.update(names)
+
     def integer(self, key: str, default: Any = _REQUIRED, low: int = 1) -> Any:
         value = self.take(key, default)
         if value is default:

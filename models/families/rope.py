@@ -27,6 +27,7 @@ def read_rope(
     interleaved: bool = False,
     layer_type: str | None = None,
     theta_key: str = "rope_theta",
+    scaled: bool = True,
 ) -> RopeConfig:
     """The RoPE of one kind of layer.
 
@@ -37,11 +38,12 @@ def read_rope(
       interleaved: which pairs the family's checkpoints turn.
       layer_type: "full_attention" or "sliding_attention" where a config may hold one object for each.
       theta_key: the top-level key of the base.
+      scaled: an object for all layers is meant for this kind too.
 
     Raises:
       CheckpointError: unknown kinds, missing or conflicting values.
     """
-    options = _options(keys, layer_type)
+    options = _options(keys, layer_type, scaled)
     base = _agreed(keys, "rope_theta", keys.take(theta_key, None), options.pop("rope_theta", None))
     fraction = _agreed(
         keys,
@@ -61,7 +63,7 @@ def read_rope(
     return _stretched(keys, rope, kind, options, rotary_dim)
 
 
-def _options(keys: ConfigKeys, layer_type: str | None) -> dict[str, Any]:
+def _options(keys: ConfigKeys, layer_type: str | None, scaled: bool) -> dict[str, Any]:
     """The merged objects of both places, for the given kind of layer."""
     merged: dict[str, Any] = {}
     for place in _PLACES:
@@ -75,6 +77,8 @@ def _options(keys: ConfigKeys, layer_type: str | None) -> dict[str, Any]:
             if layer_type is None and len({repr(value[key]) for key in nested}) > 1:
                 raise keys.error(place, "different RoPE for different layers is not implemented for this family")
             value = value.get(layer_type if layer_type in nested else nested[0], {})
+        elif not scaled:
+            continue
         for key, item in value.items():
             if item is None:
                 continue

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import transformers
 
+torch.set_num_threads(1)
+
 
 def make(config: Any, directory: str, seed: int = 0) -> Any:
     """Builds the model of ``config`` with weights large enough that logits are not flat, and saves it."""
