@@ -10,13 +10,13 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent / "server"))  # for tin
 
 import tiny_model
 
-FLAGS = ("--dtype=float32", "--slots=4", "--page_size=16", "--token_budget=36", "--max_model_len=128")
+FLAGS = ("--dtype=float32", "--slots=4", "--page_size=16", "--token_budget=36", "--max_model_len=384")
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """The model's folder; compiled programs stay beside it, so that only the first server compiles."""
-    return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=256)
+    return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=512)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def test_health_and_reflection(server, stub):
 
 def test_the_advertised_length_is_the_enforced_one(stub):
     limit = stub.GetModelInfo(pb.GetModelInfoRequest()).max_context_length
-    assert limit == 128
+    assert limit == 384
     [ids] = output_ids(stub.Generate(generate([5] * (limit - 1), max_tokens=2, ignore_eos=True)))
     assert len(ids) == 1
     [ids] = output_ids(stub.Generate(generate([5] * (limit - 2), max_tokens=2, ignore_eos=True)))
@@ -175,7 +175,7 @@ def test_malformed_and_oversized_messages(server):
 
 
 def test_a_long_prompt_within_the_limit_of_messages(stub):
-    with pytest.raises(grpc.RpcError, match="128"):
+    with pytest.raises(grpc.RpcError, match="384"):
         list(stub.Generate(generate([5] * 2_000_000)))
 
 

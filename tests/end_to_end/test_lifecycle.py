@@ -10,13 +10,14 @@ import subprocess
 import time
 
 import grpc
+import openai
 import processes
 import pytest
 from conftest import FLAGS
 from processes import BIN, generate, output_ids, wait_for
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-LONG = {"max_tokens": 120, "ignore_eos": True}
+LONG = {"max_tokens": 350, "ignore_eos": True}
 
 
 def outcome(stub, request):
@@ -49,7 +50,7 @@ def test_a_drain_finishes_what_runs_and_waits(shared_server, tiny, tmp_path, num
         wait_for(lambda: not stub.HealthCheck(pb.HealthCheckRequest()).healthy)
         assert outcome(stub, generate([5]))[0] is grpc.StatusCode.UNAVAILABLE
         assert server.http("/health") == (503, "the server is shutting down\n")
-        assert [call.result() for call in calls] == [("done", 120)] * 8
+        assert [call.result() for call in calls] == [("done", 350)] * 8
         assert server.process.wait(20) == 0
 
 
@@ -59,6 +60,24 @@ def test_a_drain_without_time_tells_every_client(shared_server, tiny, tmp_path):
         results = [call.result() for call in calls]
         assert all(code == "done" or code is grpc.StatusCode.UNAVAILABLE for code, _ in results)
         assert any("shut down" in str(details) for _, details in results)
+
+
+def test_a_drain_behind_the_gateway(shared_server, tiny, tmp_path):
+    with (
+        processes.server(tiny, tmp_path, *FLAGS) as server,
+        processes.gateway(server.address, tmp_path) as client,
+        concurrent.futures.ThreadPoolExecutor(4) as pool,
+    ):
+        options = {"model": "tiny", "prompt": "hello", "extra_body": {"ignore_eos": True}}
+        calls = [pool.submit(client.completions.create, max_tokens=350, **options) for _ in range(4)]
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 4)
+        server.process.terminate()
+        wait_for(lambda: server.http("/health")[0] == 503)
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**options)
+        assert caught.value.status_code == 503
+        assert [call.result().usage.completion_tokens for call in calls] == [350] * 4
+        assert server.process.wait(20) == 0
 
 
 def test_a_second_signal_ends_at_once(shared_server, tiny, tmp_path):

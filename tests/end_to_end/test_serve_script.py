@@ -1,9 +1,11 @@
 """scripts/serve: starting, watching and ending server and gateway (installing is for a fresh machine)."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import pathlib
+import queue
 import re
 import runpy
 import shutil
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import urllib.request
 
+import openai
 import processes
 import pytest
 from conftest import FLAGS
@@ -73,6 +76,25 @@ def test_it_answers_and_ends(shared_server, tiny, script, number):
         process.send_signal(number)
         assert process.wait(60) == 0
         assert all(map(is_gone, pids))
+
+
+def test_a_drain_finishes_what_clients_of_the_gateway_wait_for(shared_server, tiny, script):
+    with serving(script, tiny) as (process, line), concurrent.futures.ThreadPoolExecutor(8) as pool:
+        url = re.search(r"http://\S+/v1", line)[0]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            options = {"model": "tiny", "prompt": "hello", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+            begun = queue.Queue()
+
+            def stream():
+                chunks = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+                return [begun.put(None) or chunk.usage for chunk in chunks][-1].completion_tokens
+
+            calls = [pool.submit(stream) for _ in range(8)]
+            for _ in range(4):
+                begun.get(timeout=30)
+            process.terminate()
+            assert [call.result() for call in calls] == [100] * 8
+        assert process.wait(30) == 0
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -78,8 +78,8 @@ def test_a_signal_ends_it_with_0(number):
     assert run_server(client) == 0
 
 
-def test_a_fault_ends_it_with_1():
-    statuses = []
+def with_one_request_waiting(end, statuses):
+    """A client that calls ``end(engine)`` while a request is under way."""
 
     def client(engine, address):
         engine.gate.clear()
@@ -87,25 +87,22 @@ def test_a_fault_ends_it_with_1():
         request.start()
         while not engine.requests:
             time.sleep(0.01)
-        engine.fail("a step raised")
+        end(engine)
         request.join()
 
+    return client
+
+
+def test_a_fault_ends_it_with_1():
+    statuses = []
+    client = with_one_request_waiting(lambda engine: engine.fail("a step raised"), statuses)
     assert run_server(client) == 1
     assert statuses == [grpc.StatusCode.INTERNAL]
 
 
 def test_what_a_drain_cuts_off_is_told():
     statuses = []
-
-    def client(engine, address):
-        engine.gate.clear()
-        request = threading.Thread(target=lambda: statuses.append(generate(address, 3)))
-        request.start()
-        while not engine.requests:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-        request.join()
-
+    client = with_one_request_waiting(lambda engine: os.kill(os.getpid(), signal.SIGTERM), statuses)
     assert run_server(client, drain_timeout=0.2) == 0
     assert statuses == [grpc.StatusCode.UNAVAILABLE]
 
