@@ -65,9 +65,9 @@ class GpuChoice:
 def gpu_blocks(queries, pages, table_tokens: int, config, chip) -> GpuChoice:
     """The kernel and its sizes for a call with a page table of ``table_tokens`` tokens a row.
 
-    Splits are as many as it takes to give every SM four blocks of the grid, as long as each split of a full page table
-    still has eight blocks of the cache.  Slots are up to four; where two blocks of the grid can share an SM with three
-    or two slots each, they do.
+    Splits are as many as it takes to give every SM four blocks of the grid (one where their products keep it busy), as
+    long as each split of a full page table still has eight blocks of the cache.  Slots are up to four; where two blocks
+    of the grid can share an SM with three or two slots each, they do.
 
     Raises NotImplementedError where even one block of the grid does not fit the shared memory.
     """
@@ -97,5 +97,6 @@ def gpu_blocks(queries, pages, table_tokens: int, config, chip) -> GpuChoice:
         )
     grid = rows * config.num_kv_heads * -(-pairs // tile)
     most = max(table_tokens // (8 * block), 1)
-    splits = config.splits or min(-(-4 * chip.num_sms // grid), most)
+    wanted = chip.num_sms * (4 if swapped else 1)
+    splits = config.splits or min(-(-wanted // grid), most)
     return GpuChoice(swapped, tile, block, slots, splits, fixed + slots * slot)
