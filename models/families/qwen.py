@@ -38,9 +38,10 @@ def read_qwen3(keys: ConfigKeys) -> ModelConfig:
 
 
 def _mixture(keys: ConfigKeys, num_layers: int, **shared: Any) -> MoeConfig:
+    keys.ignore("num_local_experts")
     dense, step = keys.take("mlp_only_layers", []), keys.integer("decoder_sparse_step", 1)
     return MoeConfig(
-        num_experts=keys.integer("num_experts"),
+        num_experts=keys.integer("num_experts", None) or keys.integer("num_local_experts"),
         experts_per_token=keys.integer("num_experts_per_tok"),
         intermediate_size=keys.integer("moe_intermediate_size"),
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
