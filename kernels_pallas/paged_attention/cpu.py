@@ -4,8 +4,11 @@ Plain XLA operations, no Pallas: on a CPU the compiler's own small matrix produc
 hand.  The loop's trip count follows the longest live context of the call, not the width of the page table.
 The running softmax is that of FlashAttention (arXiv:2205.14135), one page a block.
 
-A column in which a row has no visible key leaves that row's accumulators bit for bit as they were, so a row's
-result does not depend on how long its neighbours are.
+A row's result is the same bit for bit whatever the other rows are, however many there are and however many queries
+a row has.  A column in which a row has no visible key leaves its accumulators as they were.  Sums go through matrix
+products, whose order does not change with the shape from _LEAST_WIDTH columns up; the compiler's reductions change
+theirs.  Accumulators of one number a query carry it in _LANES copies: a loop over whole vectors rounds alike
+everywhere, its scalar tail does not (multiply and add are contracted in one and not in the other).
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 _MASKED = -1e30
+_LEAST_WIDTH = 16
+_LANES = 8
 
 
 def paged_attention(
@@ -56,57 +61,65 @@ def paged_attention(
     grouped = queries.reshape(rows, num_queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = (grouped * scale).reshape(batch, stacked, head_dim)
     query_positions = q_starts[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
-    in_page = jnp.arange(page_size, dtype=jnp.int32)
+    width, value_width = max(page_size, _LEAST_WIDTH), max(value_dim, _LEAST_WIDTH)
+    in_page = jnp.arange(width, dtype=jnp.int32)
 
     def column(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         top, total, mixed = carry
         page_ids = jax.lax.dynamic_index_in_dim(page_table, index, axis=1, keepdims=False)
         positions = index * page_size + in_page
-        written = positions[None, :] < context_lens[:, None]
+        written = (positions[None, :] < context_lens[:, None]) & (in_page < page_size)
         visible = (positions[None, None, :] <= query_positions[:, :, None]) & written[:, None, :]
         if window is not None:
             visible &= positions[None, None, :] > query_positions[:, :, None] - window
-        visible = jnp.broadcast_to(visible[:, None, None], (rows, kv_heads, group, num_queries, page_size))
-        visible = visible.reshape(batch, stacked, page_size)
+        visible = jnp.broadcast_to(visible[:, None, None], (rows, kv_heads, group, num_queries, width))
+        visible = visible.reshape(batch, stacked, width)
 
-        keys = _decode(key_pages[page_ids]).reshape(batch, head_dim, page_size)
-        values = jnp.where(written[:, None, :, None], _decode(value_pages[page_ids]), 0.0)
-        values = values.reshape(batch, page_size, value_dim)
+        keys = _widen(_decode(key_pages[page_ids]), width, axis=3).reshape(batch, head_dim, width)
+        values = _widen(_widen(_decode(value_pages[page_ids]), width, axis=2), value_width, axis=3)
+        values = jnp.where(written[:, None, :, None], values, 0.0).reshape(batch, width, value_width)
         scores = jax.lax.dot_general(grouped, keys, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible, scores, _MASKED)
 
-        new_top = jnp.maximum(top, scores.max(axis=-1))
-        weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
+        new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp(scores - new_top[..., :1]), 0.0)
         shrink = jnp.exp(top - new_top)
         part = jax.lax.dot_general(weights, values, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-        return new_top, total * shrink + _row_sums(weights), mixed * shrink[..., None] + part
+        return new_top, total * shrink + _row_sums(weights), mixed * shrink[..., :1] + part
 
     if sinks is None:
-        top = jnp.full((batch, stacked), _MASKED, jnp.float32)
-        total = jnp.zeros((batch, stacked), jnp.float32)
+        top = jnp.full((batch, stacked, _LANES), _MASKED, jnp.float32)
+        total = jnp.zeros((batch, stacked, _LANES), jnp.float32)
     else:
-        sink = jnp.broadcast_to(sinks.reshape(1, kv_heads, group, 1), (rows, kv_heads, group, num_queries))
-        top = sink.reshape(batch, stacked).astype(jnp.float32)
-        total = jnp.ones((batch, stacked), jnp.float32)
-    mixed = jnp.zeros((batch, stacked, value_dim), jnp.float32)
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1, 1)
+        sink = jnp.broadcast_to(sink, (rows, kv_heads, group, num_queries, _LANES))
+        top = sink.reshape(batch, stacked, _LANES)
+        total = jnp.ones((batch, stacked, _LANES), jnp.float32)
+    mixed = jnp.zeros((batch, stacked, value_width), jnp.float32)
     columns = (jnp.max(context_lens) + page_size - 1) // page_size
     _, total, mixed = jax.lax.fori_loop(0, columns, column, (top, total, mixed))
 
-    out = mixed / jnp.where(total > 0, total, 1.0)[..., None]
+    out = (mixed / jnp.where(total > 0, total, 1.0)[..., :1])[..., :value_dim]
     out = out.reshape(rows, kv_heads, group, num_queries, value_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(rows, num_queries, heads, value_dim)
 
 
 def _row_sums(weights: jax.Array) -> jax.Array:
-    """Sums ``[batch, rows, page_size]`` over the page as a product with ones: unlike a reduction, whose loop XLA
-    arranges by the shape, it adds in one order however many rows there are."""
-    batch, rows, page_size = weights.shape
-    flat = weights.reshape(batch * rows, page_size)
-    ones = jnp.ones((8, page_size), jnp.float32)
+    """``[batch, rows, width]`` -> ``[batch, rows, _LANES]``, each sum in every lane: a product with ones."""
+    batch, rows, width = weights.shape
+    flat = weights.reshape(batch * rows, width)
+    ones = jnp.ones((_LANES, width), jnp.float32)
     sums = jax.lax.dot_general(flat, ones, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return sums[:, 0].reshape(batch, rows)
+    return sums.reshape(batch, rows, _LANES)
+
+
+def _widen(x: jax.Array, width: int, axis: int) -> jax.Array:
+    """Zeros at the end of ``axis``, up to ``width``."""
+    if x.shape[axis] == width:
+        return x
+    return jnp.pad(x, [(0, width - x.shape[axis] if axis == a else 0) for a in range(x.ndim)])
 
 
 def _decode(pages: jax.Array) -> jax.Array:
