@@ -17,11 +17,13 @@ from precast.models.checkpoint.shards import Shards
 from precast.models.config import ModelConfig
 from precast.models.errors import CheckpointError
 from precast.models.families import FAMILIES, names, read_config
+from precast.models.families.base import Template
 from precast.models.families.keys import flatten_text_config
 
 _log = logging.getLogger(__name__)
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TEXT_PREFIX = "language_model."
 _COMPARED_ROWS = 4096
 
 
@@ -38,7 +40,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         family, config = read_config(raw, self._where)
         self._shards = Shards(path)
         self._skipped = family.skipped
-        templates = {**names.HUGGING_FACE, **family.tensors}
+        templates = self._prefixed({**names.HUGGING_FACE, **family.tensors})
         head, embedding = (names.tensor_name(templates[name]) for name in ("head.weight", "embed.weight"))
         tied = self._is_tied(config, head, embedding, "tie_word_embeddings" in flatten_text_config(raw, self._where))
         self.config = dataclasses.replace(config, dtype=self._dtype(), tie_embeddings=tied)
@@ -54,6 +56,13 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def check(self) -> None:
         account(self.path, self._shards.headers, self._sources, DTYPES, self._skipped)
+
+    def _prefixed(self, templates: dict[str, Template]) -> dict[str, Template]:
+        """The templates with the prefix that the text part of a composite model has."""
+        embedding = names.tensor_name(templates["embed.weight"])
+        if embedding in self._shards.headers or _TEXT_PREFIX + embedding not in self._shards.headers:
+            return templates
+        return {name: names.prefixed(template, _TEXT_PREFIX) for name, template in templates.items()}
 
     def _dtype(self) -> str:
         """The floating-point type of most of the weights."""

@@ -34,9 +34,7 @@ def _common(keys: ConfigKeys, interleaved: bool) -> dict[str, Any]:
     traits = sizes(keys, eps=1e-6, head_dim=nope + turning, own_head_dim=False)
     keys.require("attention_bias", False, False)
     keys.require("mlp_bias", False, False)
-    rope = dataclasses.replace(
-        read_rope(keys, turning, theta=10000.0, interleaved=interleaved), rotary_dim=turning
-    )
+    rope = dataclasses.replace(read_rope(keys, turning, theta=10000.0, interleaved=interleaved), rotary_dim=turning)
     scale = (nope + turning) ** -0.5
     stretch = (keys.take("rope_parameters", None) or keys.take("rope_scaling", None) or {}).get("mscale_all_dim")
     if rope.kind != "default" and stretch and rope.factor > 1:

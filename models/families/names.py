@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 
@@ -65,6 +66,13 @@ def sources(config: ModelConfig, templates: Mapping[str, Template]) -> dict[str,
 def tensor_name(template: Template) -> str:
     """The tensor's name in the file, for a parameter that is one tensor."""
     return template if isinstance(template, str) else template.name
+
+
+def prefixed(template: Template, prefix: str) -> Template:
+    """The template with ``prefix`` in front of the tensor's name."""
+    if isinstance(template, str):
+        return prefix + template
+    return dataclasses.replace(template, name=prefix + template.name)
 
 
 def _source(

@@ -65,14 +65,25 @@ CASES = {
     "linear rope": ("Llama", _options(rope_parameters=_options(rope_type="linear", rope_theta=5000.0, factor=4.0))),
     "yarn rope": ("Qwen2", _options(rope_parameters=YARN, num_key_value_heads=1)),
     "mistral": ("Mistral", _options(sliding_window=12, head_dim=20)),
-    "smollm3": ("SmolLM3", _options(num_hidden_layers=4, rope_parameters=_options(rope_type="default", rope_theta=5e5))),
+    "smollm3": (
+        "SmolLM3",
+        _options(num_hidden_layers=4, rope_parameters=_options(rope_type="default", rope_theta=5e5)),
+    ),
     "qwen2": ("Qwen2", _options(use_sliding_window=True, sliding_window=12, max_window_layers=1)),
     "qwen3": ("Qwen3", _options(head_dim=24, attention_bias=True)),
-    "gemma2": ("Gemma2", _options(head_dim=24, sliding_window=12, query_pre_attn_scalar=48, attn_logit_softcapping=5.0)),
+    "gemma2": (
+        "Gemma2",
+        _options(head_dim=24, sliding_window=12, query_pre_attn_scalar=48, attn_logit_softcapping=5.0),
+    ),
     "gemma3": ("Gemma3Text", _options(num_hidden_layers=4, sliding_window_pattern=2, head_dim=24, sliding_window=12)),
     "gemma3 scaled": (
         "Gemma3Text",
-        _options(head_dim=24, sliding_window=12, layer_types=LAYER_TYPES, rope_scaling=_options(rope_type="linear", factor=8.0)),
+        _options(
+            head_dim=24,
+            sliding_window=12,
+            layer_types=LAYER_TYPES,
+            rope_scaling=_options(rope_type="linear", factor=8.0),
+        ),
     ),
     "phi3": ("Phi3", _options(sliding_window=20)),
     "phi4 longrope": (
