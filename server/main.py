@@ -108,11 +108,9 @@ def _load_and_serve(address: Address, config: EngineConfig, started: float) -> i
 
     is_demo = _MODEL.value == "demo"
     checkpoint = open_checkpoint(str(demo.fetch(_cache_dir())) if is_demo else _MODEL.value)
-    bundle = None if checkpoint.text is None else TokenizerBundle.of(checkpoint.text)
-    text = None if bundle is None else TextEncoder(bundle)
-    engine = EngineThread(
-        load_engine(checkpoint, config, tokenizer=None if text is None else text.tokenizer, progress=True)
-    )
+    text = None if checkpoint.text is None else TextEncoder(TokenizerBundle.of(checkpoint.text))
+    tokenizer = None if text is None else text.tokenizer
+    engine = EngineThread(load_engine(checkpoint, config, tokenizer=tokenizer, progress=True))
     engine.start()
     name = _SERVED_NAME.value or (demo.SERVED_NAME if is_demo else checkpoint.name)
     model = ModelInfo.of(checkpoint, name, engine.config.dtype)
@@ -125,10 +123,9 @@ def _load_and_serve(address: Address, config: EngineConfig, started: float) -> i
             flush=True,
         )
 
-    serving_forever = serving.serve(
-        engine, model, bundle, text, address, drain_timeout=_DRAIN_TIMEOUT.value, on_ready=on_ready
+    status = asyncio.run(
+        serving.serve(engine, model, text, address, drain_timeout=_DRAIN_TIMEOUT.value, on_ready=on_ready)
     )
-    status = asyncio.run(serving_forever)
     if engine.failure is not None:
         print(f"{_COMMAND}: the engine has failed: {engine.failure}", file=sys.stderr)
     return status

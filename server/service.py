@@ -27,6 +27,7 @@ from precast.models.checkpoint.base import Checkpoint
 from precast.runtime.engine_thread import EngineThread, EngineUnavailable
 from precast.runtime.request import FinishReason, OutputDelta, RequestError, SamplingParams
 from precast.server import wire
+from precast.server.chat_template import ChatError
 from precast.server.metrics import ServerMetrics
 from precast.server.stream import DeltaQueue
 from precast.server.text import TextEncoder
@@ -88,17 +89,15 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         engine: EngineThread,
         model: ModelInfo,
         metrics: ServerMetrics,
-        *,
-        text: TextEncoder | None = None,
-        tokenizer_zip: bytes | None = None,
+        text: TextEncoder | None,
         limits: StreamLimits | None = None,
     ):
-        """``text`` is what requests with text instead of ids need, ``tokenizer_zip`` what GetTokenizer sends."""
+        """``text`` is None for a model without a tokenizer, which is served by token ids alone."""
         self._engine = engine
         self._model = model
         self._metrics = metrics
         self._text = text
-        self._tokenizer_zip = tokenizer_zip
+        self._tokenizer_zip = None if text is None else text.bundle.zip()
         self._limits = limits or StreamLimits()
         self._draining = False
         self._active: set[str] = set()
@@ -134,7 +133,7 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             await context.abort(error.code, str(error)[:_MAX_ERROR_CHARS])
         except EngineUnavailable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error)[:_MAX_ERROR_CHARS])
-        except ValueError as error:
+        except (RequestError, ChatError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_MAX_ERROR_CHARS])
         except Exception:
             logging.exception("Generate failed")
@@ -147,6 +146,9 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         request_id = request.request_id or uuid.uuid4().hex
         params = wire.sampling_params(request)
         prompt_token_ids = await self._prompt_token_ids(request)
+        # The engine frees an id with the last token; here it is taken until the client has that token.
+        if request_id in self._active:
+            raise RequestError(f"request_id is {request_id[:64]!r}: a request with this id is running")
         queue = DeltaQueue(self._limits.max_queued_deltas, lambda: self._engine.abort(request_id))
         self._engine.submit(request_id, prompt_token_ids, params, queue.put)
         self._active.add(request_id)

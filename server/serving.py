@@ -14,7 +14,6 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from precast.runtime.engine_thread import EngineThread
 from precast.server.address import Address, StartError
-from precast.server.bundle import TokenizerBundle
 from precast.server.metrics import MetricsServer, ServerMetrics
 from precast.server.service import SERVICE_NAME, EngineService, ModelInfo
 from precast.server.text import TextEncoder
@@ -40,7 +39,6 @@ _GRPC_OPTIONS = (
 async def serve(
     engine: EngineThread,
     model: ModelInfo,
-    bundle: TokenizerBundle | None,
     text: TextEncoder | None,
     address: Address,
     *,
@@ -51,7 +49,7 @@ async def serve(
 
     Args:
       engine: running; it is stopped at the end.
-      bundle, text: None for a model without a tokenizer.
+      text: None for a model without a tokenizer.
       drain_timeout: seconds that running and queued requests get after the first signal.
       on_ready: is told the ports once everything answers.
 
@@ -62,8 +60,7 @@ async def serve(
       StartError: a port was taken meanwhile.
     """
     metrics = ServerMetrics(engine, model.served_name)
-    zipped = None if bundle is None else bundle.zip()
-    service = EngineService(engine, model, metrics, text=text, tokenizer_zip=zipped)
+    service = EngineService(engine, model, metrics, text)
     health_service = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue] (set at run time)
     server = grpc.aio.server(options=_GRPC_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)

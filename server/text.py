@@ -23,12 +23,16 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 class TextEncoder:
-    """Turns raw prompts and chats into token ids."""
+    """Turns raw prompts and chats into token ids.
 
-    def __init__(self, bundle: TokenizerBundle, tokenizer: tokenizers.Tokenizer | None = None):
-        """``tokenizer`` spares building it from the bundle a second time."""
-        self.tokenizer = tokenizer or tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
-        self._bundle = bundle
+    Attributes:
+      bundle: what it was made of.
+      tokenizer: the bundle's.
+    """
+
+    def __init__(self, bundle: TokenizerBundle):
+        self.bundle = bundle
+        self.tokenizer = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         texts = {name: _token_text(bundle.tokenizer_config.get(name)) for name in names}
         self._token_texts = {name: text for name, text in texts.items() if text is not None}
@@ -60,7 +64,7 @@ class TextEncoder:
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
-            source = _template_source(self._bundle.tokenizer_config.get("chat_template"))
+            source = _template_source(self.bundle.tokenizer_config.get("chat_template"))
             if source is None:
                 raise ChatError("this model has no chat template: send a prompt instead of messages")
             self._template = ChatTemplate(source, self._token_texts)
@@ -74,7 +78,7 @@ class TextEncoder:
         """
         added = self.tokenizer.get_added_tokens_decoder()
         specials = {token_id: token for token_id, token in added.items() if token.special}
-        opening, inner = (_blind_tokenizer(self._bundle.tokenizer_json, first) for first in (True, False))
+        opening, inner = (_blind_tokenizer(self.bundle.tokenizer_json, first) for first in (True, False))
         ids: list[int] = []
         start = 0
         for match in _special_pattern(specials).finditer(text):

@@ -33,7 +33,7 @@ def service(engine, bundle):
     model = ModelInfo("/models/tiny", "tiny", "llama", 320, "float32", ("LlamaForCausalLM",), (1,), 0)
     limits = StreamLimits(max_queued_deltas=500, stall_seconds=1.0)
     metrics = ServerMetrics(engine, "tiny")
-    return EngineService(engine, model, metrics, text=TextEncoder(bundle), tokenizer_zip=bundle.zip(), limits=limits)
+    return EngineService(engine, model, metrics, TextEncoder(bundle), limits)
 
 
 @pytest.fixture

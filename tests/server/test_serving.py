@@ -37,9 +37,7 @@ def run_server(client, drain_timeout=5.0):
         threads.append(threading.Thread(target=guarded, args=(address,)))
         threads[0].start()
 
-    serving = serve(
-        engine, MODEL, None, None, Address("127.0.0.1", 0, 0), drain_timeout=drain_timeout, on_ready=on_ready
-    )
+    serving = serve(engine, MODEL, None, Address("127.0.0.1", 0, 0), drain_timeout=drain_timeout, on_ready=on_ready)
     status = asyncio.run(serving)
     threads[0].join()
     if errors:
