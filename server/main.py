@@ -20,7 +20,7 @@ from absl import flags
 
 from precast.models.errors import CheckpointError
 from precast.runtime.config import DTYPES, ConfigError, EngineConfig
-from precast.server import command, demo
+from precast.server import command, demo, environment
 from precast.server.address import Address, StartError
 
 _COMMAND = "runtime-serve"
@@ -107,10 +107,12 @@ def _load_and_serve(address: Address, config: EngineConfig, started: float) -> i
     from precast.server.text import TextEncoder
 
     is_demo = _MODEL.value == "demo"
-    checkpoint = open_checkpoint(str(demo.fetch(_cache_dir())) if is_demo else _MODEL.value)
+    checkpoint = open_checkpoint(str(demo.fetch(environment.cache_dir())) if is_demo else _MODEL.value)
     text = None if checkpoint.text is None else TextEncoder(TokenizerBundle.of(checkpoint.text))
     tokenizer = None if text is None else text.tokenizer
-    engine = EngineThread(load_engine(checkpoint, config, tokenizer=tokenizer, progress=True))
+    engine = EngineThread(
+        load_engine(checkpoint, config, tokenizer=tokenizer, progress=True, xla_flags=environment.xla_flags())
+    )
     engine.start()
     name = _SERVED_NAME.value or (demo.SERVED_NAME if is_demo else checkpoint.name)
     model = ModelInfo.of(checkpoint, name, engine.config.dtype)
@@ -149,10 +151,6 @@ def _bytes(flag: str, text: str) -> int:
     if match is None:
         raise ConfigError(f"{flag} is {text!r}: it must be a number of bytes, such as 2GiB or 500MiB")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
-def _cache_dir() -> pathlib.Path:
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "precast")
 
 
 def _stop_while_loading(number: int, frame: Any) -> None:
