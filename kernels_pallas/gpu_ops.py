@@ -1,7 +1,8 @@
-"""Five operations that Mosaic GPU and its interpreter spell differently, behind one name each.
+"""The few operations that Hopper, Blackwell and Mosaic GPU's interpreter spell differently, behind one name each.
 
-On a GPU values live in registers under a layout and products run on the tensor cores; the interpreter of JAX 0.10 has
-neither layouts nor transposed operands.  Kernels take an ``Ops`` and stay one text for both.
+On a chip values live in registers under a layout and products run on the tensor cores, whose results Hopper leaves in
+registers and Blackwell in a memory of their own; the interpreter of JAX 0.10 has neither layouts nor transposed
+operands.  Kernels take an ``Ops`` and stay one text for all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 @dataclass(frozen=True)
 class Ops:
+    """``sm``: the architecture that is compiled for; ``interpret``: run in the interpreter instead."""
+
+    sm: str
     interpret: bool
+
+    @property
+    def blackwell(self) -> bool:
+        return self.sm.startswith("sm_10")
+
+    @property
+    def layout(self):
+        """How the result of a product lies in registers."""
+        return plgpu.Layout.TCGEN05 if self.blackwell else plgpu.Layout.WGMMA
+
+    @property
+    def params(self):
+        """What a kernel passes as ``interpret``."""
+        return InterpretGPUParams(detect_races=True) if self.interpret else None
+
+    def product_scratch(self, shape: tuple[int, int]) -> dict[str, Any]:
+        """What ``product`` needs for a result of a shape, by name, to be allocated by the kernel."""
+        if not self.blackwell or self.interpret:
+            return {}
+        return {"tensor_memory": plgpu.TMEM(shape, jnp.float32), "multiplied": plgpu.Barrier(orders_tensor_core=True)}
 
     def cast(self, x: jax.Array, layout) -> jax.Array:
         return x if self.interpret else plgpu.layout_cast(x, layout)
@@ -27,18 +51,22 @@ class Ops:
     def full(self, shape: tuple[int, ...], value, layout) -> jax.Array:
         return self.cast(jnp.full(shape, value, jnp.float32), layout)
 
-    def iota(self, shape: tuple[int, ...], axis: int, layout) -> jax.Array:
+    def spread(self, x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+        """Repeat a vector that lies along ``axis`` over a product's shape."""
+        return self.cast(lax.broadcast_in_dim(x, shape, [axis]), self.layout)
+
+    def iota(self, shape: tuple[int, ...], axis: int, layout=None) -> jax.Array:
         if self.interpret:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout or self.layout)
 
     def load(self, ref, layout) -> jax.Array:
         return ref[...] if self.interpret else plgpu.load(ref, (), layout=layout)
 
-    def product(self, a, b, shape: tuple[int, int], *, a_t: bool = False, b_t: bool = False, acc=None) -> jax.Array:
+    def product(self, a, b, shape: tuple[int, int], refs, *, a_t=False, b_t=False, acc=None) -> jax.Array:
         """``a @ b`` (or ``acc + a @ b``) in float32; ``a`` is a shared-memory ref or registers, ``b`` a ref.
 
-        ``a_t`` and ``b_t`` transpose a ref first.
+        ``a_t`` and ``b_t`` transpose a ref first; ``refs`` hold what ``product_scratch`` asked for.
         """
         if self.interpret:
             left, right = a[...], b[...]
@@ -46,6 +74,12 @@ class Ops:
             return out if acc is None else acc + out
         left = plgpu.transpose_ref(a, (1, 0)) if a_t else a
         right = plgpu.transpose_ref(b, (1, 0)) if b_t else b
+        if self.blackwell:
+            plgpu.tcgen05_mma(refs["tensor_memory"], left, right, refs["multiplied"], accumulate=False)
+            plgpu.barrier_wait(refs["multiplied"])
+            out = plgpu.async_load_tmem(refs["tensor_memory"], layout=self.layout)
+            plgpu.wait_load_tmem()
+            return out if acc is None else acc + out
 
         def multiply(acc_ref):
             plgpu.wgmma(acc_ref, left, right)
@@ -53,18 +87,14 @@ class Ops:
 
         if acc is None:
             return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        out: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
-        return out
+        summed: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
+        return summed
 
     def store_transposed(self, ref, x: jax.Array) -> None:
         """``ref[...] = x.T`` into shared memory, visible to the tensor cores afterwards."""
         if self.interpret:
             ref[...] = x.T
         else:
-            plgpu.transpose_ref(ref, (1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+            layout = plgpu.Layout.TCGEN05_TRANSPOSED if self.blackwell else plgpu.Layout.WGMMA_TRANSPOSED
+            plgpu.transpose_ref(ref, (1, 0))[...] = plgpu.layout_cast(x, layout)
         plgpu.commit_smem()
-
-    @property
-    def params(self):
-        """What a kernel passes as ``interpret``."""
-        return InterpretGPUParams(detect_races=True) if self.interpret else None

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from precast.kernels_pallas import layout
+from precast.kernels_pallas import layout, timing
 from precast.kernels_pallas.cache_update import cache_update
 from precast.kernels_pallas.paged_attention import AttentionConfig, paged_attention
 from precast.kernels_pallas.targets import Target
@@ -162,3 +163,41 @@ def call_function(case: Case, target: Target):
         value_dim=case.value_dim,
     )  # fmt: skip
     return functools.partial(paged_attention, config=config, target=target)
+
+
+def random_arguments(case: Case):
+    """The arrays of one shard's call: every row has the whole context, its pages in a random order."""
+    width = -(-case.context // case.page_size)
+    shapes = {name: array for name, (array, _) in call_arguments(case, 1, case.rows * width + 1).items()}
+    order = np.random.default_rng(0).permutation(np.arange(1, case.rows * width + 1, dtype=np.int32))
+    arrays = {
+        "page_table": jnp.asarray(order.reshape(case.rows, width)),
+        "context_lens": jnp.full(case.rows, case.context, jnp.int32),
+        "q_starts": jnp.full(case.rows, case.context - case.q, jnp.int32),
+    }
+    for name in shapes.keys() - arrays.keys():
+        shape, dtype = shapes[name].shape, shapes[name].dtype
+        if dtype == jnp.int8:
+            arrays[name] = jax.random.randint(jax.random.key(1), shape, -127, 128, jnp.int8)
+        else:
+            arrays[name] = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16).astype(dtype)
+    return arrays
+
+
+def seconds(case: Case, call, arrays) -> float:
+    """Time of one call; the calls are linked through the queries, or through the cache that they write."""
+    if case.kind == "update":
+        held = {name: arrays.pop(name) for name in ("pages", "scales") if name in arrays}
+
+        def write(held, rest):
+            pages, scales = call(**held, **rest)
+            return {"pages": pages} | ({} if scales is None else {"scales": scales})
+
+        return timing.seconds_per_call(write, held, arrays)
+
+    def attend(queries, rest):
+        out = call(queries=queries, **rest)
+        return queries.at[..., : out.shape[-1]].add((out * 1e-3).astype(queries.dtype))
+
+    queries = arrays.pop("queries")
+    return timing.seconds_per_call(attend, jnp.asarray(queries), arrays)

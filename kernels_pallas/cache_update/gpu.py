@@ -1,4 +1,4 @@
-"""The cache write for NVIDIA Hopper (Pallas, Mosaic GPU): a block of the grid for each new token stores its lanes.
+"""The cache write for NVIDIA Hopper and Blackwell (Pallas, Mosaic GPU): each block of the grid stores a token's lanes.
 
 The few scales of quantised pages are left to XLA's scatter, which updates donated float32 arrays in place.
 """
@@ -21,12 +21,12 @@ def cache_update(pages, keys, values, page_table, context_lens, q_starts, *, tar
     """See ``api.cache_update``.
 
     Raises:
-        NotImplementedError: a chip that is not Hopper.
+        NotImplementedError: a chip that is neither Hopper nor Blackwell.
     """
-    if target.gpu.sm != "sm_90a":
+    if target.gpu.sm not in ("sm_90a", "sm_100a"):
         raise NotImplementedError(
-            f"cache update on {target.gpu.name}: the kernel is compiled for Hopper, not for {target.gpu.sm}; "
-            "choose the backend 'reference' there"
+            f"cache update on {target.gpu.name}: Mosaic GPU compiles for Hopper and Blackwell, not for "
+            f"{target.gpu.sm}; choose the backend 'reference' there"
         )
     rows, q = keys.shape[:2]
     page_size = pages.shape[1]
@@ -41,7 +41,7 @@ def cache_update(pages, keys, values, page_table, context_lens, q_starts, *, tar
             page = table[row, position // page_size]
             cache.at[page, position % page_size][...] = new.at[row, i][...]
 
-    ops = Ops(target.interpret)
+    ops = Ops(target.gpu.sm, target.interpret)
     cache = jax.new_ref(pages, memory_space=plgpu.GMEM)
     write: Any = pl.kernel(
         write_token,

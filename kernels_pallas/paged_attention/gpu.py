@@ -1,9 +1,10 @@
-"""Paged attention for NVIDIA Hopper (Pallas, Mosaic GPU).
+"""Paged attention for NVIDIA Hopper and Blackwell (Pallas, Mosaic GPU).
 
 Two kernels share this entry.  ``gpu_swapped`` puts the keys on the 64-row side of the tensor cores, so that few queries
-waste nothing: decode, verify, quantised pages, the latent form.  ``gpu_rows`` puts the queries there: prefill chunks
-and head sizes that are no multiple of 64.  Both cut a row's context into ``splits`` parts (flash decoding), each block
-of the grid leaving an unnormalised output with its softmax's top and total; ``_combine`` joins the parts in XLA.
+waste nothing: decode, verify, quantised pages, the latent form, and on Blackwell all calls.  ``gpu_rows`` puts the
+queries there: prefill chunks and head sizes that are no multiple of 64.  Both cut a row's context into ``splits``
+parts (flash decoding), each block of the grid leaving an unnormalised output with its softmax's top and total;
+``_combine`` joins the parts in XLA.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def paged_attention(queries, pages, page_table, context_lens, q_starts, *, confi
     """See ``api.paged_attention``.
 
     Raises:
-        NotImplementedError: a chip that is not Hopper, float32, or sizes that the tensor cores or the shared memory
-            do not take; the message says which.
+        NotImplementedError: a chip that is neither Hopper nor Blackwell, float32, or sizes that the tensor cores or
+            the shared memory do not take; the message says which.
     """
     rows, q, heads, head_dim = queries.shape
     kv_heads, group = config.num_kv_heads, heads // config.num_kv_heads
@@ -56,7 +57,9 @@ def paged_attention(queries, pages, page_table, context_lens, q_starts, *, confi
     grouped = grouped.reshape(rows, kv_heads, q * group, head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, spec.tiles * spec.tile - q * group), (0, 0)))
     kernel = gpu_swapped if choice.swapped else gpu_rows
-    parts = kernel.attend(spec, Ops(target.interpret), grouped, pages, page_table, context_lens, q_starts, scales)
+    parts = kernel.attend(
+        spec, Ops(target.gpu.sm, target.interpret), grouped, pages, page_table, context_lens, q_starts, scales
+    )
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, q))
     out = _combine(*(part[:, :, :, : q * group] for part in parts), sinks=sinks)
@@ -80,13 +83,18 @@ def _combine(out, top, total, *, sinks) -> jax.Array:
 
 def _check(queries, pages, config, target):
     chip, head_dim = target.gpu, queries.shape[3]
-    if chip.sm != "sm_90a":
+    if chip.sm not in ("sm_90a", "sm_100a"):
         raise NotImplementedError(
-            f"paged attention on {chip.name}: the kernel uses Hopper's wgmma, {chip.sm} does not have it; "
+            f"paged attention on {chip.name}: Mosaic GPU compiles for Hopper and Blackwell, not for {chip.sm}; "
             "choose the backend 'reference' there"
         )
     if jnp.float32 in (pages.dtype, queries.dtype):
         raise NotImplementedError("paged attention on GPU: tensor cores have no float32; use bfloat16 or float16")
+    if chip.sm == "sm_100a" and (head_dim != 128 or config.value_dim or layout.is_quantized(pages.dtype)):
+        raise NotImplementedError(
+            f"paged attention on {chip.name}: the kernel's accumulators are 128 rows of tensor memory: pages must be "
+            f"16-bit with head size 128, got {pages.dtype.name} with {head_dim}"
+        )
     if head_dim % 16 or head_dim > (256 if config.value_dim is None else 576):
         raise NotImplementedError(
             f"paged attention on GPU: head size is {head_dim}, must be a multiple of 16 up to 256 (latent: 576)"

@@ -19,7 +19,6 @@ from precast.kernels_pallas.paged_attention import gpu_common
 from precast.kernels_pallas.paged_attention.gpu_common import LOG2E, LOWEST_TOP, MASKED, Spec
 
 _ROWS = 64
-_OVER_PAIRS = plgpu.Layout.WGMMA.reduce(1)
 
 
 def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_starts, scales):
@@ -101,9 +100,9 @@ def _compute(spec: Spec, ops: Ops, refs, here, warpgroup) -> None:
         plgpu.barrier_arrive(refs["used"].at[slot])
         return carry
 
-    acc = ops.full((_ROWS, spec.value_dim), 0.0, plgpu.Layout.WGMMA)
-    top = ops.full((_ROWS,), LOWEST_TOP, _OVER_PAIRS)
-    total = ops.full((_ROWS,), 0.0, _OVER_PAIRS)
+    acc = ops.full((_ROWS, spec.value_dim), 0.0, ops.layout)
+    top = ops.full((_ROWS,), LOWEST_TOP, ops.layout.reduce(1))
+    total = ops.full((_ROWS,), 0.0, ops.layout.reduce(1))
     carry = lax.fori_loop(0, here.whole, functools.partial(fold, masked=False), (acc, top, total))
     acc, top, total = lax.fori_loop(here.whole, here.count, functools.partial(fold, masked=True), carry)
     refs["out"].at[split, here.row, head, own][...] = acc
@@ -117,16 +116,16 @@ def _fold(spec: Spec, ops: Ops, refs, here, block, slot, warpgroup, carry, *, ma
     acc, top, total = carry
     shape = (_ROWS, spec.block)
     keys = refs["kv"].at[slot, :, pl.ds(0, spec.head_dim)]
-    scores = gpu_common.scaled(spec, ops.product(refs["q"].at[warpgroup], keys, shape, b_t=True))
+    scores = gpu_common.scaled(spec, ops.product(refs["q"].at[warpgroup], keys, shape, refs, b_t=True))
     if masked:
-        key = block * spec.block + ops.iota(shape, 1, plgpu.Layout.WGMMA)
-        pair = warpgroup * _ROWS + ops.iota(shape, 0, plgpu.Layout.WGMMA)
+        key = block * spec.block + ops.iota(shape, 1)
+        pair = warpgroup * _ROWS + ops.iota(shape, 0)
         scores = jnp.where(gpu_common.visible(spec, here, key, pair), scores, MASKED)
     top_before, top = top, jnp.maximum(top, scores.max(axis=1))
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(top, shape, [0]))
+    weights = jnp.exp2(scores - ops.spread(top, shape, 0))
     shrink = jnp.exp2(top_before - top)
     total = total * shrink + weights.sum(axis=1)
-    acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
+    acc *= ops.spread(shrink, acc.shape, 0)
     values = refs["kv"].at[slot, :, spec.value_lanes]
 
     if masked:
@@ -140,5 +139,5 @@ def _fold(spec: Spec, ops: Ops, refs, here, block, slot, warpgroup, carry, *, ma
     narrow = weights.astype(spec.compute_dtype)
     # nothing of the scores may be kept past here: registers are short
     acc, top, total, narrow = lax.optimization_barrier((acc, top, total, narrow))
-    acc = ops.product(narrow, values, acc.shape, acc=acc)
+    acc = ops.product(narrow, values, acc.shape, refs, acc=acc)
     return acc, top, total

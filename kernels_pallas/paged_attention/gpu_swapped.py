@@ -1,4 +1,4 @@
-"""The Hopper kernel for few queries: scores are ``K @ q^T``, outputs ``V^T @ P``.
+"""The kernel for few queries: scores are ``K @ q^T``, outputs ``V^T @ P``.
 
 One warpgroup a block of the grid, several blocks an SM: while one waits for memory the others compute, and each keeps
 ``slots`` blocks of the cache in flight.
@@ -16,9 +16,6 @@ from precast.kernels_pallas.gpu_ops import Ops
 from precast.kernels_pallas.paged_attention import gpu_common
 from precast.kernels_pallas.paged_attention.gpu_common import LOG2E, LOWEST_TOP, MASKED, Spec
 
-_OVER_KEYS = plgpu.Layout.WGMMA.reduce(0)
-_OVER_PAIRS = plgpu.Layout.WGMMA.reduce(1)
-
 
 def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_starts, scales):
     """Queries ``[rows, kv_heads, tiles * tile, head_dim]`` -> the parts that ``gpu._combine`` joins."""
@@ -29,6 +26,7 @@ def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_sta
         "p": gpu_common.tiled((spec.tile, spec.block), spec.compute_dtype, spec.block),
         "full": plgpu.Barrier(num_arrivals=spec.copies, num_barriers=spec.slots),
         "q_full": plgpu.Barrier(),
+        **ops.product_scratch((spec.block, spec.tile)),
     }
     inputs = {"queries": queries, "pages": pages, "table": page_table, "lens": context_lens, "starts": q_starts}
     if spec.quantized:
@@ -85,9 +83,9 @@ def _kernel(spec: Spec, ops: Ops, refs) -> None:
 
         return carry
 
-    acc = ops.full((spec.value_dim, spec.tile), 0.0, plgpu.Layout.WGMMA)
-    top = ops.full((spec.tile,), LOWEST_TOP, _OVER_KEYS)
-    total = ops.full((spec.tile,), 0.0, _OVER_KEYS)
+    acc = ops.full((spec.value_dim, spec.tile), 0.0, ops.layout)
+    top = ops.full((spec.tile,), LOWEST_TOP, ops.layout.reduce(0))
+    total = ops.full((spec.tile,), 0.0, ops.layout.reduce(0))
     acc, top, total = lax.fori_loop(0, here.count, fold, (acc, top, total))
     refs["out"].at[index][...] = acc
     # back from units of log2(e)
@@ -102,26 +100,26 @@ def _fold(spec: Spec, ops: Ops, refs, here, block, slot, carry):
     keys = refs["kv"].at[slot, :, pl.ds(0, spec.head_dim)]
     if spec.quantized:
         keys = _dequantized(spec, ops, keys)
-    scores = ops.product(keys, refs["q"], shape, b_t=True)
+    scores = ops.product(keys, refs["q"], shape, refs, b_t=True)
     if spec.quantized:
-        k_scale = ops.load(refs["kv_scales"].at[slot, 0], _OVER_PAIRS)
-        scores *= lax.broadcast_in_dim(k_scale, shape, [0])
+        k_scale = ops.load(refs["kv_scales"].at[slot, 0], ops.layout.reduce(1))
+        scores *= ops.spread(k_scale, shape, 0)
     scores = gpu_common.scaled(spec, scores)
-    key = block * spec.block + ops.iota(shape, 0, plgpu.Layout.WGMMA)
-    pair = ops.iota(shape, 1, plgpu.Layout.WGMMA)
+    key = block * spec.block + ops.iota(shape, 0)
+    pair = ops.iota(shape, 1)
     seen = gpu_common.visible(spec, here, key, pair)
     scores = jnp.where(seen, scores, MASKED)
     top_before, top = top, jnp.maximum(top, scores.max(axis=0))
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(top, shape, [1]))
+    weights = jnp.exp2(scores - ops.spread(top, shape, 1))
     shrink = jnp.exp2(top_before - top)
     total = total * shrink + weights.sum(axis=0)
-    acc *= lax.broadcast_in_dim(shrink, acc.shape, [1])
+    acc *= ops.spread(shrink, acc.shape, 1)
     if spec.quantized:
-        v_scale = ops.load(refs["kv_scales"].at[slot, 1], _OVER_PAIRS)
-        weights = jnp.where(seen, weights * lax.broadcast_in_dim(v_scale, shape, [0]), 0.0)
+        v_scale = ops.load(refs["kv_scales"].at[slot, 1], ops.layout.reduce(1))
+        weights = jnp.where(seen, weights * ops.spread(v_scale, shape, 0), 0.0)
     values = _values(spec, ops, refs, here, block, slot)
     ops.store_transposed(refs["p"], weights.astype(spec.compute_dtype))
-    acc = ops.product(values, refs["p"], acc.shape, a_t=True, b_t=True, acc=acc)
+    acc = ops.product(values, refs["p"], acc.shape, refs, a_t=True, b_t=True, acc=acc)
     return acc, top, total
 
 
@@ -144,7 +142,7 @@ def _values(spec: Spec, ops: Ops, refs, here, block, slot):
 
     values = _dequantized(spec, ops, ref)
     if spec.kv_dtype.startswith("float8"):
-        key = block * spec.block + ops.iota(values.shape, 0, plgpu.Layout.WGMMA)
+        key = block * spec.block + ops.iota(values.shape, 0)
         values = jnp.where(key < here.context, values, jnp.zeros_like(values))
     refs["values"][...] = values
     return refs["values"]

@@ -1,14 +1,41 @@
-"""Block sizes: from the caller, else from what was measured (``tuned/*.json``), else from what is known of the chip."""
+"""Block sizes: from the caller, else from what was measured, else from what is known of the chip.
+
+What was measured lies in ``tuned/<chip>.json``, written by ``scripts/tune_kernels`` on a host that has the chip:
+``{"few-128-bfloat16": {"kv_block": 256}, ...}``.  A key names the kind of call (``few`` queries a row: decode and
+verify; a ``chunk`` of them), the head size and the pages' dtype.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
+from importlib import resources
 
 import jax.numpy as jnp
 
 from precast.kernels_pallas import layout
 
 _MIB = 1 << 20
+# up to this many queries a row are "few"
+FEW_QUERIES = 16
+
+
+def tuned_key(q: int, head_dim: int, kv_dtype) -> str:
+    return f"{'few' if q <= FEW_QUERIES else 'chunk'}-{head_dim}-{jnp.dtype(kv_dtype).name}"
+
+
+@functools.cache
+def tuned(chip_name: str) -> dict[str, dict[str, int]]:
+    """What was measured on a chip; empty where nothing was."""
+    file = resources.files("precast.kernels_pallas.paged_attention").joinpath("tuned", f"{chip_name}.json")
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _chosen(queries, pages, config, chip) -> tuple[int | None, int | None]:
+    """(kv_block, q_block) by the caller or by measurement, else None."""
+    measured = tuned(chip.name).get(tuned_key(queries.shape[1], queries.shape[3], pages.dtype), {})
+    return config.kv_block or measured.get("kv_block"), config.q_block or measured.get("q_block")
 
 
 def tpu_blocks(queries, pages, config, chip) -> tuple[int, int]:
@@ -22,9 +49,9 @@ def tpu_blocks(queries, pages, config, chip) -> tuple[int, int]:
     q, heads = queries.shape[1:3]
     page_size, lanes = pages.shape[1], pages.shape[2]
     token_bytes = lanes * pages.dtype.itemsize
-    kv_block = config.kv_block or min(max(_MIB // token_bytes // 128 * 128, 128), 512)
-    kv_block = layout.pad_to(kv_block, page_size)
-    choices = [config.q_block] if config.q_block else [q] if q <= 16 else [128, 64, 32, 16]
+    kv_block, q_block = _chosen(queries, pages, config, chip)
+    kv_block = layout.pad_to(kv_block or min(max(_MIB // token_bytes // 128 * 128, 128), 512), page_size)
+    choices = [q_block] if q_block else [q] if q <= FEW_QUERIES else [128, 64, 32, 16]
     budget = int(chip.vmem_bytes * 0.75)
     need = 0
     for q_block in choices:
@@ -75,13 +102,14 @@ def gpu_blocks(queries, pages, table_tokens: int, config, chip) -> GpuChoice:
     pairs, value_dim = q * heads // config.num_kv_heads, config.value_dim or head_dim
     quantized = layout.is_quantized(pages.dtype)
     special = quantized or config.value_dim is not None
-    swapped = special or (pairs <= 64 and head_dim % 64 == 0)
+    blackwell = chip.sm == "sm_100a"
+    swapped = special or blackwell or (pairs <= 64 and head_dim % 64 == 0)
     if swapped:
-        tile = min(layout.pad_to(pairs, 8), 32 if special else 64)
+        tile = min(layout.pad_to(pairs, 16 if blackwell else 8), 32 if special or blackwell else 64)
     else:
         # two warpgroups of 64 pairs, while their registers suffice
         tile = 128 if pairs > 64 and head_dim <= 192 else 64
-    block = config.kv_block or (128 if not swapped and head_dim <= 64 else 64)
+    block = _chosen(queries, pages, config, chip)[0] or (128 if blackwell or (not swapped and head_dim <= 64) else 64)
     lanes = head_dim if config.value_dim else 2 * head_dim
     fixed = tile * head_dim * 2 + 2048
     if swapped:

@@ -31,12 +31,14 @@ GROUPS = {
         Case(heads=2, kv_heads=1, contexts=(0, 70), head_dim=80, page_size=8),
         Case(q=70, heads=1, kv_heads=1, contexts=(100,), sinks=True, head_dim=64),
     ],
+    "blackwell": [Case(heads=4, kv_heads=2, q=2, contexts=(0, 150))],
     "update": UPDATES,
 }
 
 
 def attention_is_right(case: Case) -> bool:
-    out = paged_attention(**make_inputs(case).arrays(), config=case.config, target=INTERPRETED)
+    target = Target("gpu", "b200", interpret=True) if sys.argv[1] == "blackwell" else INTERPRETED
+    out = paged_attention(**make_inputs(case).arrays(), config=case.config, target=target)
     error = relative_error(out, attend(case, make_inputs(case)))
     print(case, error, flush=True)
     return error < 8e-3

@@ -13,7 +13,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels"
 
 @pytest.mark.parametrize(
     ("chip", "counts"),
-    [("v5e", "8 compiled, 0 unsupported"), ("h200", "8 compiled, 0 unsupported"), ("a100", "0 compiled, 8 unsupported")],
+    [
+        ("v5e", "8 compiled, 0 unsupported"),
+        ("h200", "8 compiled, 0 unsupported"),
+        ("a100", "0 compiled, 8 unsupported"),
+    ],
 )
 def test_each_kind_of_program_compiles(chip, counts):
     command = [sys.executable, str(SCRIPT), "--compile_only", "--quick", "--chips", chip]

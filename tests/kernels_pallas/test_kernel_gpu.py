@@ -28,11 +28,14 @@ def attention_on(chip: str, case: Case, **changes):
 
 
 def test_limits_are_named():
-    for chip in ("a100", "b200"):
-        with pytest.raises(NotImplementedError, match=f"on {chip}: the kernel uses Hopper's wgmma"):
-            attention_on(chip, Case())
-        with pytest.raises(NotImplementedError, match=f"cache update on {chip}: the kernel is compiled for Hopper"):
-            cache_update(**make_update(Case()), target=Target("gpu", chip))
+    with pytest.raises(
+        NotImplementedError, match="on a100: Mosaic GPU compiles for Hopper and Blackwell, not for sm_80"
+    ):
+        attention_on("a100", Case())
+    with pytest.raises(NotImplementedError, match="cache update on a100: Mosaic GPU compiles for Hopper"):
+        cache_update(**make_update(Case()), target=Target("gpu", "a100"))
+    with pytest.raises(NotImplementedError, match="16-bit with head size 128, got bfloat16 with 64"):
+        attention_on("b200", Case(head_dim=64))
     with pytest.raises(NotImplementedError, match="tensor cores have no float32"):
         attention_on("h100", Case(), queries=jnp.zeros((6, 1, 8, 128), jnp.float32))
     with pytest.raises(NotImplementedError, match="page size is 16; quantised pages need at least 32"):
