@@ -11,6 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
+from precast.models.checkpoint import mxfp4
 from precast.models.checkpoint.base import Checkpoint, account, assemble, fingerprint, load_json
 from precast.models.checkpoint.huggingface_text import read_text
 from precast.models.checkpoint.shards import Shards
@@ -39,6 +40,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         _refuse_remote_code(raw, self._where)
         family, config = read_config(raw, self._where)
         self._shards = Shards(path)
+        self._headers = mxfp4.unpacked_headers(self._shards.headers, path)
         self._skipped = family.skipped
         templates = self._prefixed({**names.HUGGING_FACE, **family.tensors})
         head, embedding = (names.tensor_name(templates[name]) for name in ("head.weight", "embed.weight"))
@@ -47,33 +49,38 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._sources = names.sources(self.config, templates)
         if tied:
             self._skipped = (*self._skipped, re.escape(head))
-        self.fingerprint = fingerprint(self.config, self._shards.headers, self._shards.files)
+        self.fingerprint = fingerprint(self.config, self._headers, self._shards.files)
         self.check()
         self.text = read_text(path, raw, config.vocab_size)
 
     def read(self, name: str) -> np.ndarray:
-        return assemble(self._sources[name], name, self._shards.fetch)
+        return assemble(self._sources[name], name, self._fetch)
 
     def check(self) -> None:
-        account(self.path, self._shards.headers, self._sources, DTYPES, self._skipped)
+        account(self.path, self._headers, self._sources, DTYPES, self._skipped)
+
+    def _fetch(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        if name in self._shards.headers:
+            return self._shards.fetch(name, rows)
+        return mxfp4.unpack(name, self._shards.fetch)
 
     def _prefixed(self, templates: dict[str, Template]) -> dict[str, Template]:
         """The templates with the prefix that the text part of a composite model has."""
         embedding = names.tensor_name(templates["embed.weight"])
-        if embedding in self._shards.headers or _TEXT_PREFIX + embedding not in self._shards.headers:
+        if embedding in self._headers or _TEXT_PREFIX + embedding not in self._headers:
             return templates
         return {name: names.prefixed(template, _TEXT_PREFIX) for name, template in templates.items()}
 
     def _dtype(self) -> str:
         """The floating-point type of most of the weights."""
         weight = Counter[str]()
-        for header in self._shards.headers.values():
+        for header in self._headers.values():
             weight[header.dtype] += header.num_bytes
         return next((DTYPES[dtype] for dtype, _ in weight.most_common() if dtype in DTYPES), "float32")
 
     def _is_tied(self, config: ModelConfig, head: str, embedding: str, stated: bool) -> bool:
         """Decides from the flag and the file together whether the head is the embedding table."""
-        headers = self._shards.headers
+        headers = self._headers
         if head not in headers:
             if not config.tie_embeddings and stated:
                 raise CheckpointError(f"{self.path}: 1 tensor is missing: {head} (tie_word_embeddings is false)")
@@ -88,7 +95,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return config.tie_embeddings
 
     def _equal(self, first: str, second: str) -> bool:
-        one, other = self._shards.headers[first], self._shards.headers[second]
+        one, other = self._headers[first], self._headers[second]
         if one != other:
             return False
         starts = range(0, one.shape[0], _COMPARED_ROWS)
