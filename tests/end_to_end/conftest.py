@@ -5,12 +5,11 @@ import sys
 
 import processes
 import pytest
+from processes import FLAGS
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "server"))  # for tiny_model
 
 import tiny_model
-
-FLAGS = ("--dtype=float32", "--slots=4", "--page_size=16", "--token_budget=36", "--max_model_len=384")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 BIN = pathlib.Path(sys.executable).parent
-START_SECONDS = 300  # a first start compiles
+FLAGS = ("--dtype=float32", "--slots=4", "--page_size=16", "--token_budget=36", "--max_model_len=384")
 
 
 @dataclasses.dataclass

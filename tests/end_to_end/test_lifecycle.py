@@ -13,8 +13,7 @@ import grpc
 import openai
 import processes
 import pytest
-from conftest import FLAGS
-from processes import BIN, generate, output_ids, wait_for
+from processes import BIN, FLAGS, generate, output_ids, wait_for
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 LONG = {"max_tokens": 350, "ignore_eos": True}

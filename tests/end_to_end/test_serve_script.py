@@ -17,8 +17,7 @@ import urllib.request
 import openai
 import processes
 import pytest
-from conftest import FLAGS
-from processes import BIN, wait_for
+from processes import BIN, FLAGS, wait_for
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
