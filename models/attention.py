@@ -14,6 +14,9 @@ from precast.models import rope
 from precast.models.config import ModelConfig
 from precast.models.layers import NORMS, linear
 
+# A jax.Array in a program, a NumPy array where the host packs it.
+Packed = Any
+
 
 @flax.struct.dataclass
 class Segment:
@@ -26,10 +29,10 @@ class Segment:
       page_table: ``[rows, width]`` int32.
     """
 
-    token_ids: jax.Array
-    starts: jax.Array
-    lengths: jax.Array
-    page_table: jax.Array
+    token_ids: Packed
+    starts: Packed
+    lengths: Packed
+    page_table: Packed
 
     @property
     def num_tokens(self) -> int:

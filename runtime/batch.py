@@ -36,7 +36,7 @@ def pack_rows(plan: StepPlan, shapes: Shapes) -> Rows:
     size = next(rows for rows in shapes.decode_rows if rows >= len(sampling))
     slots = np.full(size, shapes.slots, np.int32)
     num_sampled = np.zeros(size, np.int32)
-    slots[: len(sampling)] = [one.sequence.slot for one in sampling]
+    slots[: len(sampling)] = [one.sequence.held_slot for one in sampling]
     num_sampled[: len(sampling)] = [one.num_sampled for one in sampling]
     return Rows(slots=slots, num_sampled=num_sampled)
 
@@ -100,7 +100,7 @@ def _pack_decodes(plan: StepPlan, shapes: Shapes) -> DecodeInputs:
     starts = np.zeros(rows, np.int32)
     lengths = np.zeros(rows, np.int32)
     page_table = np.zeros((rows, shapes.table_width), np.int32)
-    slots[:live] = [one.sequence.slot for one in plan.decodes]
+    slots[:live] = [one.sequence.held_slot for one in plan.decodes]
     starts[:live] = [one.position for one in plan.decodes]
     lengths[:live] = 1
     for row, one in enumerate(plan.decodes):

@@ -238,7 +238,7 @@ class Engine:
             self._counts["cached_tokens"] += sequence.num_cached_tokens or 0
         self._state = self.plan.programs[programs.ADMIT](
             self._state,
-            np.int32(sequence.slot),
+            np.int32(sequence.held_slot),
             batch.slot_options(sequence),
             batch.admitted_tokens(sequence, self.shapes),
             np.int32(sequence.num_prompt_tokens),

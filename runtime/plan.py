@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -23,7 +24,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 from absl import logging
 from jax.experimental import serialize_executable
 from tqdm import tqdm
@@ -71,7 +71,7 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.count += event == self._EVENT
 
 
@@ -80,7 +80,7 @@ def make_key(**facts: Any) -> dict[str, Any]:
     return {
         **facts,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "processor": _processor(),

@@ -12,10 +12,13 @@ are kept too, as in the transformers library's processors.
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from precast.models.attention import Packed
 from precast.models.layers import row_sums
 from precast.runtime.request import MAX_LOGPROBS
 
@@ -33,19 +36,19 @@ class SlotOptions:
     bias_values float32 (0 where unused); banned_ids ``[n]`` int32 are masked before min_tokens, -1 unused.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition_penalty: jax.Array
-    presence_penalty: jax.Array
-    frequency_penalty: jax.Array
-    seed: jax.Array
-    bias_ids: jax.Array
-    bias_values: jax.Array
-    banned_ids: jax.Array
-    min_tokens: jax.Array
-    want_logprobs: jax.Array
+    temperature: Packed
+    top_k: Packed
+    top_p: Packed
+    min_p: Packed
+    repetition_penalty: Packed
+    presence_penalty: Packed
+    frequency_penalty: Packed
+    seed: Packed
+    bias_ids: Packed
+    bias_values: Packed
+    banned_ids: Packed
+    min_tokens: Packed
+    want_logprobs: Packed
 
 
 @flax.struct.dataclass
@@ -59,18 +62,18 @@ class SlotState:
       in_prompt: ``[slots + 1, vocab]`` bool.
     """
 
-    last_tokens: jax.Array
+    last_tokens: Packed
     options: SlotOptions
-    output_counts: jax.Array
-    in_prompt: jax.Array
+    output_counts: Packed
+    in_prompt: Packed
 
 
 @flax.struct.dataclass
 class Rows:
     """Rows to sample in this step: ``slots [rows]`` and ``num_sampled [rows]``, int32; padding has the dummy slot."""
 
-    slots: jax.Array
-    num_sampled: jax.Array
+    slots: Packed
+    num_sampled: Packed
 
 
 @flax.struct.dataclass
@@ -109,7 +112,8 @@ def admit(
     prompt = jnp.zeros((vocab,), jnp.bool_).at[token_ids].max(index < num_prompt, mode="drop")
     produced = (index >= num_prompt) & (index < num_tokens)
     counts = jnp.zeros((vocab,), jnp.int16).at[token_ids].add(produced.astype(jnp.int16), mode="drop")
-    return state.replace(
+    return dataclasses.replace(
+        state,
         options=jax.tree.map(lambda all_slots, one: all_slots.at[slot].set(one), state.options, options),
         output_counts=state.output_counts.at[slot].set(counts),
         in_prompt=state.in_prompt.at[slot].set(prompt),
@@ -134,7 +138,8 @@ def sample(logits: jax.Array, state: SlotState, rows: Rows) -> tuple[SlotState, 
     logprobs, top_ids, top_logprobs = jax.lax.cond(
         jnp.any(options.want_logprobs), raw_logprobs, _no_logprobs, logits, token_ids
     )
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         last_tokens=state.last_tokens.at[rows.slots].set(token_ids),
         output_counts=state.output_counts.at[rows.slots, token_ids].add(jnp.int16(1)),
     )

@@ -116,7 +116,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless pages and slots are all accounted for."""
         self.pool.check_integrity(sequence.page_ids for sequence in self.running)
-        slots = [sequence.slot for sequence in self.running]
+        slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
         assert sorted([*slots, *self._free_slots]) == list(range(self._shapes.slots)), "a slot is lost or taken twice"
         assert all(sequence.slot is None and not sequence.page_ids for sequence in self.waiting), "a waiter holds"
 
@@ -231,8 +231,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        assert sequence.slot is not None
-        self._free_slots.append(sequence.slot)
+        self._free_slots.append(sequence.held_slot)
         sequence.slot = None
         self.pool.release(sequence.let_go())
 

@@ -79,7 +79,7 @@ class Sequence:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.num_scored = 0
         if params.prompt_logprobs is not None and index == 0:
-            self._prompt_logprobs = [None] * len(request.prompt_token_ids)
+            self._prompt_logprobs = [None for _ in request.prompt_token_ids]
         self._text = detokenizer and detokenizer.stream(
             request.prompt_token_ids[-64:].tolist(), skip_special_tokens=params.skip_special_tokens
         )
@@ -89,6 +89,12 @@ class Sequence:
     def order(self) -> tuple[int, int, int]:
         """Who goes first: by priority, then arrival."""
         return (self.request.priority, self.request.arrival, self.index)
+
+    @property
+    def held_slot(self) -> int:
+        """The slot of a running sequence."""
+        assert self.slot is not None
+        return self.slot
 
     @property
     def num_prompt_tokens(self) -> int:

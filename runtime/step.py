@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from precast.models import transformer
-from precast.models.attention import Segment
+from precast.models.attention import Packed, Segment
 from precast.models.cache import Cache
 from precast.models.config import ModelConfig
 from precast.runtime.sample import Rows, Sampled, SlotState, raw_logprobs, sample
@@ -32,10 +32,10 @@ class DecodeInputs:
       page_table: ``[rows, width]`` int32.
     """
 
-    slots: jax.Array
-    starts: jax.Array
-    lengths: jax.Array
-    page_table: jax.Array
+    slots: Packed
+    starts: Packed
+    lengths: Packed
+    page_table: Packed
 
 
 @flax.struct.dataclass
@@ -48,7 +48,7 @@ class BackboneInputs:
 
     decode: DecodeInputs | None
     prefill: Segment | None
-    select: jax.Array
+    select: Packed
 
 
 def backbone(

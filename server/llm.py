@@ -108,7 +108,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation or several; template_options go to the chat template (tools, documents, …)."""
         text = self._require_text()
-        several = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        several: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         template_options = {"add_generation_prompt": True, **template_options}
         encoded = []
         for conversation in several:
@@ -117,11 +117,10 @@ class LLM:
         return self._run(encoded, params)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            prompt = prompt["prompt"]
-        return prompt, self._require_text().encode_prompt(prompt)
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        text: str = prompt if isinstance(prompt, str) else prompt["prompt"]
+        return text, self._require_text().encode_prompt(text)
 
     def _require_text(self) -> TextEncoder:
         if self._text is None:
@@ -133,9 +132,10 @@ class LLM:
         encoded: Sequence[tuple[str | None, list[int]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
-        each = (
-            [params or SamplingParams()] * len(encoded) if isinstance(params, SamplingParams | None) else list(params)
-        )
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(encoded)
+        else:
+            each = list(params)
         if len(each) != len(encoded):
             raise ValueError(f"params has {len(each)} entries: there are {len(encoded)} prompts")
         requests, results = [], []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -16,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 
 from precast.models.errors import CheckpointError
 from precast.runtime.config import DTYPES, ConfigError, EngineConfig
@@ -110,6 +109,11 @@ def _load_and_serve(address: Address, config: EngineConfig, started: float) -> i
     checkpoint = open_checkpoint(str(demo.fetch(environment.cache_dir())) if is_demo else _MODEL.value)
     text = None if checkpoint.text is None else TextEncoder(TokenizerBundle.of(checkpoint.text))
     tokenizer = None if text is None else text.tokenizer
+    if tokenizer is not None and tokenizer.get_vocab_size() > checkpoint.config.vocab_size:
+        logging.warning(
+            "the tokenizer has %d tokens and the model %d: is it another model's? Text that needs the rest is refused",
+            *(tokenizer.get_vocab_size(), checkpoint.config.vocab_size),
+        )
     engine = EngineThread(
         load_engine(checkpoint, config, tokenizer=tokenizer, progress=True, xla_flags=environment.xla_flags())
     )

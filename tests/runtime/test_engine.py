@@ -135,9 +135,9 @@ def test_running_streams_get_a_token_every_step_while_a_long_prompt_seeps_in(ran
     while engine.has_work:
         engine.step()
         watch(engine, 0)
-    first = next(step for step, counts in enumerate(seen) if counts[0] == 1)
+    first = next(step for step, counts in enumerate(seen) if min(counts[:3]) == 1)
     last = next(step for step, counts in enumerate(seen) if counts[3] == 1)
-    assert last - first >= 200 // 8 - 1
+    assert last - first >= 200 // 8 - 3
     for step in range(first, last):
         assert [b - a for a, b in zip(seen[step][:3], seen[step + 1][:3], strict=True)] == [1, 1, 1]
 
