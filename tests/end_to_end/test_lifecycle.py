@@ -159,5 +159,19 @@ def test_limits_that_do_not_fit(tiny):
     assert "kv_cache_memory" in failing_start(f"--model={tiny}", *ports, "--kv_cache_memory=10")
 
 
+def test_a_limit_that_memory_lowers_is_the_one_that_counts(tiny, tmp_path):
+    # A page of 16 tokens takes 2 layers x 2 sides x 2 heads x 8 x 4 bytes x 16: three are 12 kB.
+    flags = ("--dtype=float32", "--slots=2", "--page_size=16", "--token_budget=4", "--kv_cache_memory=12KiB")
+    with processes.server(tiny, tmp_path, *flags) as server, server.stub() as stub:
+        assert "up to 48 tokens" in server.ready_line
+        assert "lowered from 512 to 48" in server.log.read_text()
+        assert stub.GetModelInfo(pb.GetModelInfoRequest()).max_context_length == 48
+        assert outcome(stub, generate([5] * 47, max_tokens=5)) == ("done", 1)
+        code, details = outcome(stub, generate([5] * 48))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "48" in details
+        [load] = stub.GetLoads(pb.GetLoadsRequest()).loads
+        assert load.max_total_num_tokens == 48
+
+
 def _truncate(path: pathlib.Path):
     path.write_bytes(path.read_bytes()[:-1000])

@@ -7,6 +7,9 @@ import openai
 import pytest
 from processes import BIN, wait_for
 
+from precast.server.client import fetch_bundle
+from precast.server.text import TextEncoder
+
 MODEL = "tiny"
 CHAT = [{"role": "user", "content": "hello there"}]
 
@@ -52,6 +55,15 @@ def test_the_client_over_grpc_answers_as_the_gateway_does(client, server):
     command = [BIN / "runtime-client", f"--server={server.address}", "--max_tokens=30", CHAT[0]["content"]]
     over_grpc = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert over_grpc == over_http + "\n"
+
+
+def test_both_ways_in_take_the_same_ids(client, server):
+    with server.stub() as stub:
+        encoder = TextEncoder(fetch_bundle(stub))
+    for content in ("hello there", " the\n\thello ", "é😀 ü", "a" * 50):
+        messages = [{"role": "system", "content": "the"}, {"role": "user", "content": content}]
+        assert chat(client, messages, max_tokens=1).usage.prompt_tokens == len(encoder.encode_chat(messages))
+        assert complete(client, content, max_tokens=1).usage.prompt_tokens == len(encoder.encode_prompt(content))
 
 
 def test_two_sequences_of_which_the_first_is_that_of_one(client):
