@@ -142,7 +142,7 @@ def visible(spec: Spec, here: Part, key, pair):
     seen = key < here.end
     if spec.q == 1:
         return seen if spec.window is None else seen & (key >= here.begin)
-    query = here.first_query + (here.first_pair + pair) // spec.group
+    query = here.first_query + lax.div(here.first_pair + pair, jnp.int32(spec.group))
     seen &= key <= query
     return seen if spec.window is None else seen & (key > query - spec.window)
 

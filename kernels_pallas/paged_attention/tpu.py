@@ -23,7 +23,9 @@ from precast.kernels_pallas.paged_attention.tuning import tpu_blocks
 
 # Table entries that fit in scalar memory (1 MiB) beside what the compiler keeps there.
 _TABLE_LIMIT = 200_000
+# A masked score, and where a running top starts: far enough above it that exp(_MASKED - top) is always zero.
 _MASKED = -1e30
+_LOWEST_TOP = -1e29
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,7 @@ def _reset(spec, refs):
         refs["top"][...] = jnp.broadcast_to(refs["sinks"][...], refs["top"].shape)
         refs["total"][...] = jnp.ones_like(refs["total"])
     else:
-        refs["top"][...] = jnp.full_like(refs["top"], _MASKED)
+        refs["top"][...] = jnp.full_like(refs["top"], _LOWEST_TOP)
         refs["total"][...] = jnp.zeros_like(refs["total"])
 
 
@@ -277,9 +279,9 @@ def _clear_tail(spec, refs, slot, live):
 
 def _visible(spec, first_query, first_key, end):
     """``[m, block]``: which keys of a block each query sees."""
-    shape = (spec.m, spec.block)
-    query = first_query + lax.broadcasted_iota(jnp.int32, shape, 0) // spec.group
-    key = first_key + lax.broadcasted_iota(jnp.int32, shape, 1)
+    # a division is dear: one for each query, not for each score
+    query = first_query + lax.broadcasted_iota(jnp.int32, (spec.m, 1), 0) // spec.group
+    key = first_key + lax.broadcasted_iota(jnp.int32, (1, spec.block), 1)
     seen = (key <= query) & (key < end)
     return seen if spec.window is None else seen & (key > query - spec.window)
 
@@ -307,7 +309,7 @@ def _fold_head(spec, refs, slot, head, seen):
     scores = jnp.where(seen, scores, _MASKED)
     top_before = refs["top"][head][:, :1]
     top = jnp.maximum(top_before, jnp.max(scores, axis=1, keepdims=True))
-    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    weights = jnp.exp(scores - top)
     shrink = jnp.exp(top_before - top)
     total = refs["total"][head][:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
     if "scales" in refs:

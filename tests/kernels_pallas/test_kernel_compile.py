@@ -16,6 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels"
     [
         ("v5e", "8 compiled, 0 unsupported"),
         ("h200", "8 compiled, 0 unsupported"),
+        ("b200", "4 compiled, 4 unsupported"),
         ("a100", "0 compiled, 8 unsupported"),
     ],
 )
