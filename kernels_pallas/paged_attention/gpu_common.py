@@ -18,6 +18,8 @@ from precast.kernels_pallas.gpu_ops import Ops
 # A masked score, and where a running top starts: far enough above it that exp2(MASKED - top) is always zero.
 MASKED = -1e30
 LOWEST_TOP = -1e29
+# Heads of a token lie side by side: neighbours in time should be neighbours in memory.
+GRID = ("row", "split", "tile", "head")
 LOG2E = math.log2(math.e)
 
 
@@ -87,6 +89,7 @@ class Part:
     """The blocks ``[first, first + count)`` of a row's context, and which keys its queries see."""
 
     row: jax.Array
+    tile: jax.Array
     first: jax.Array
     count: jax.Array
     # of these, the first ones that every query of the tile sees whole
@@ -99,9 +102,10 @@ class Part:
 
 
 def part(spec: Spec, lens, starts) -> Part:
-    """What this block of the grid works on; the grid has axes ``tile``, ``split``, ``head`` and ``row``."""
+    """What this block of the grid works on. The last tile of a row sees the most keys, so it is begun first."""
     row, split = lax.axis_index("row"), lax.axis_index("split")
-    first_pair = lax.axis_index("tile") * spec.tile
+    tile = spec.tiles - 1 - lax.axis_index("tile")
+    first_pair = tile * spec.tile
     start, context = starts[row], lens[row]
     first_query = start + first_pair // spec.group
     last_query = start + jnp.minimum((first_pair + spec.tile - 1) // spec.group, spec.q - 1)
@@ -113,7 +117,7 @@ def part(spec: Spec, lens, starts) -> Part:
     count = jnp.clip(blocks - split * share, 0, share)
     first += split * share
     whole = jnp.minimum(context, first_query + 1) // spec.block if spec.window is None else first
-    return Part(row, first, count, jnp.clip(whole - first, 0, count), first_pair, start, begin, end, context)
+    return Part(row, tile, first, count, jnp.clip(whole - first, 0, count), first_pair, start, begin, end, context)
 
 
 def fetch(spec: Spec, here: Part, block, slot, refs) -> None:

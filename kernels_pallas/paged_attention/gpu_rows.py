@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from precast.kernels_pallas.gpu_ops import Ops
 from precast.kernels_pallas.paged_attention import gpu_common
-from precast.kernels_pallas.paged_attention.gpu_common import LOG2E, LOWEST_TOP, MASKED, Spec
+from precast.kernels_pallas.paged_attention.gpu_common import GRID, LOG2E, LOWEST_TOP, MASKED, Spec
 
 _ROWS = 64
 
@@ -50,8 +50,8 @@ def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_sta
         body,
         out_type=list(outputs.values()),
         scratch_types=list(scratch.values()),
-        grid=(spec.tiles, spec.splits, kv_heads, rows),
-        grid_names=("tile", "split", "head", "row"),
+        grid=(rows, spec.splits, spec.tiles, kv_heads),
+        grid_names=GRID,
         num_threads=groups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),

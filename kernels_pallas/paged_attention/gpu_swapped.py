@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from precast.kernels_pallas.gpu_ops import Ops
 from precast.kernels_pallas.paged_attention import gpu_common
-from precast.kernels_pallas.paged_attention.gpu_common import LOG2E, LOWEST_TOP, MASKED, Spec
+from precast.kernels_pallas.paged_attention.gpu_common import GRID, LOG2E, LOWEST_TOP, MASKED, Spec
 
 
 def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_starts, scales):
@@ -48,8 +48,8 @@ def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_sta
         body,
         out_type=list(outputs.values()),
         scratch_types=list(scratch.values()),
-        grid=(spec.tiles, spec.splits, kv_heads, rows),
-        grid_names=("tile", "split", "head", "row"),
+        grid=(rows, spec.splits, spec.tiles, kv_heads),
+        grid_names=GRID,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=ops.params,
     )(*inputs.values())
@@ -60,7 +60,7 @@ def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_sta
 
 def _kernel(spec: Spec, ops: Ops, refs) -> None:
     here = gpu_common.part(spec, refs["lens"], refs["starts"])
-    index = tuple(lax.axis_index(name) for name in ("split", "row", "head", "tile"))
+    index = lax.axis_index("split"), here.row, lax.axis_index("head"), here.tile
     queries = refs["queries"].at[here.row, index[2], pl.ds(here.first_pair, spec.tile)]
 
     for slot in range(spec.slots):

@@ -73,25 +73,29 @@ class Inputs:
         return {name: None if (a := getattr(self, name)) is None else jnp.asarray(a) for name in names}
 
 
-def make_inputs(case: Case) -> Inputs:
-    """Random inputs. Pages that no row owns, and the tails of those that are owned, are poisoned; so are the table's
-    entries past a row's context (they point at poisoned pages, the last of them out of range)."""
-    rng = np.random.default_rng(case.seed)
-    rows = len(case.contexts)
+def _place(case: Case, rng) -> tuple[np.ndarray, np.ndarray]:
+    """A page table, and which places ``[pages, page_size]`` hold a token."""
     owned = [-(-c // case.page_size) for c in case.contexts]
     num_pages = sum(owned) + 3
-    width = max(max(owned), 1) + 2
     ids = rng.permutation(np.arange(1, num_pages - 1))[: sum(owned)]
-    table = np.zeros((rows, width), np.int32)
+    table = np.zeros((len(owned), max(*owned, 1) + 2), np.int32)
     table[:, -1] = num_pages + 7
     live = np.zeros((num_pages, case.page_size), bool)
     taken = 0
     for row, count in enumerate(owned):
         table[row, :count] = ids[taken : taken + count]
         taken += count
-        for position in range(case.contexts[row]):
-            live[table[row, position // case.page_size], position % case.page_size] = True
+        at = np.arange(case.contexts[row])
+        live[table[row, at // case.page_size], at % case.page_size] = True
+    return table, live
 
+
+def make_inputs(case: Case) -> Inputs:
+    """Random inputs. Pages that no row owns, and the tails of those that are owned, are poisoned; so are the table's
+    entries past a row's context (they point at poisoned pages, the last of them out of range)."""
+    rng = np.random.default_rng(case.seed)
+    table, live = _place(case, rng)
+    num_pages = len(live)
     kv_dtype = np.dtype(getattr(ml_dtypes, case.kv_dtype, case.kv_dtype))
     shape = (num_pages, case.page_size, case.kv_heads, case.head_dim)
     keys, values = rng.standard_normal(shape), rng.standard_normal(shape)
@@ -122,7 +126,7 @@ def make_inputs(case: Case) -> Inputs:
         scales = np.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[-1] % 128)))
 
     q_starts = case.q_starts or [max(c - case.q, 0) for c in case.contexts]
-    queries = rng.standard_normal((rows, case.q, case.heads, case.head_dim))
+    queries = rng.standard_normal((len(table), case.q, case.heads, case.head_dim))
     return Inputs(
         queries=queries.astype(np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))),
         pages=lanes,
