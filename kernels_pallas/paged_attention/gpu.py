@@ -3,7 +3,7 @@
 Two kernels share this entry.  ``gpu_swapped`` puts the keys on the 64-row side of the tensor cores, so that few queries
 waste nothing: decode, verify, quantised pages, the latent form, and on Blackwell all calls.  ``gpu_rows`` puts the
 queries there: prefill chunks and head sizes that are no multiple of 64.  Both cut a row's context into ``splits``
-parts (flash decoding), each block of the grid leaving an unnormalised output with its softmax's top and total;
+parts (flash decoding), each block of the grid leaving its part's output with the softmax's top and total;
 ``_combine`` joins the parts in XLA.
 """
 
@@ -52,6 +52,8 @@ def paged_attention(queries, pages, page_table, context_lens, q_starts, *, confi
         soft_cap=config.soft_cap,
         kv_dtype=pages.dtype.name,
         compute_dtype=compute,
+        # parts that are to be joined keep their precision
+        out_dtype=queries.dtype.name if choice.splits == 1 else "float32",
     )
     grouped = queries.astype(compute).reshape(rows, q, kv_heads, group, head_dim).swapaxes(1, 2)
     grouped = grouped.reshape(rows, kv_heads, q * group, head_dim)
@@ -73,8 +75,8 @@ def _combine(out, top, total, *, sinks) -> jax.Array:
     highest = jnp.max(top, axis=0)
     if sinks is not None:
         highest = jnp.maximum(highest, sinks)
-    weight = jnp.exp(top - highest)
-    sum_total = jnp.sum(weight * total, axis=0)
+    weight = jnp.exp(top - highest) * total
+    sum_total = jnp.sum(weight, axis=0)
     if sinks is not None:
         sum_total += jnp.exp(sinks - highest)
     joined = jnp.sum(weight[..., None] * out, axis=0)

@@ -47,6 +47,7 @@ class Spec:
     soft_cap: float | None
     kv_dtype: str
     compute_dtype: str
+    out_dtype: str
 
     @property
     def quantized(self) -> bool:
@@ -156,6 +157,11 @@ def scaled(spec: Spec, scores):
     if spec.soft_cap is None:
         return scores * (spec.scale * LOG2E)
     return jnp.tanh(scores * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2E)
+
+
+def normalised(spec: Spec, ops: Ops, acc, total, axis: int):
+    """A part's output: zeros where no key was seen. ``total`` lies along ``axis`` of ``acc``."""
+    return (acc / ops.spread(jnp.where(total > 0, total, 1.0), acc.shape, axis)).astype(spec.out_dtype)
 
 
 def clear_tail(spec: Spec, ops: Ops, values, block, context, warpgroup=0, groups: int = 1) -> None:

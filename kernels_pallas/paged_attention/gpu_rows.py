@@ -29,7 +29,7 @@ def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_sta
     inputs = {"queries": queries, "pages": pages, "table": page_table, "lens": context_lens, "starts": q_starts}
     pairs = (spec.splits, rows, kv_heads, spec.tiles * spec.tile)
     outputs = {
-        "out": jax.ShapeDtypeStruct((*pairs, spec.value_dim), jnp.float32),
+        "out": jax.ShapeDtypeStruct((*pairs, spec.value_dim), jnp.dtype(spec.out_dtype)),
         "top": jax.ShapeDtypeStruct(pairs, jnp.float32),
         "total": jax.ShapeDtypeStruct(pairs, jnp.float32),
     }
@@ -105,7 +105,7 @@ def _compute(spec: Spec, ops: Ops, refs, here, warpgroup) -> None:
     total = ops.full((_ROWS,), 0.0, ops.layout.reduce(1))
     carry = lax.fori_loop(0, here.whole, functools.partial(fold, masked=False), (acc, top, total))
     acc, top, total = lax.fori_loop(here.whole, here.count, functools.partial(fold, masked=True), carry)
-    refs["out"].at[split, here.row, head, own][...] = acc
+    refs["out"].at[split, here.row, head, own][...] = gpu_common.normalised(spec, ops, acc, total, 0)
     # back from units of log2(e)
     refs["top"].at[split, here.row, head, own][...] = top / LOG2E
     refs["total"].at[split, here.row, head, own][...] = total

@@ -35,7 +35,7 @@ def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_sta
         scratch["values"] = gpu_common.tiled((spec.block, spec.value_dim), spec.compute_dtype, spec.value_dim)
     each = (spec.splits, rows, kv_heads, spec.tiles)
     outputs = {
-        "out": jax.ShapeDtypeStruct((*each, spec.value_dim, spec.tile), jnp.float32),
+        "out": jax.ShapeDtypeStruct((*each, spec.value_dim, spec.tile), jnp.dtype(spec.out_dtype)),
         "top": jax.ShapeDtypeStruct((*each, spec.tile), jnp.float32),
         "total": jax.ShapeDtypeStruct((*each, spec.tile), jnp.float32),
     }
@@ -87,7 +87,7 @@ def _kernel(spec: Spec, ops: Ops, refs) -> None:
     top = ops.full((spec.tile,), LOWEST_TOP, ops.layout.reduce(0))
     total = ops.full((spec.tile,), 0.0, ops.layout.reduce(0))
     acc, top, total = lax.fori_loop(0, here.count, fold, (acc, top, total))
-    refs["out"].at[index][...] = acc
+    refs["out"].at[index][...] = gpu_common.normalised(spec, ops, acc, total, 1)
     # back from units of log2(e)
     refs["top"].at[index][...] = top / LOG2E
     refs["total"].at[index][...] = total
