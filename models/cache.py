@@ -81,12 +81,11 @@ def shapes(spec: CacheSpec) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeS
 
 
 def create(spec: CacheSpec) -> Cache:
-    """An empty cache on the default device, made without compiling anything."""
-
-    def zeros(shape: tuple[int, ...]) -> jax.Array:
-        return jax.device_put(np.zeros(shape, spec.storage_dtype))
-
-    return tuple((zeros(spec.key_shape), zeros(spec.value_shape)) for _ in range(spec.num_layers))
+    """An empty cache."""
+    return tuple(
+        (jnp.zeros(spec.key_shape, spec.storage_dtype), jnp.zeros(spec.value_shape, spec.storage_dtype))
+        for _ in range(spec.num_layers)
+    )
 
 
 def write(layer: LayerCache, keys: jax.Array, values: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerCache:

@@ -7,13 +7,12 @@ Characters whose bytes come in several tokens are held back until they are whole
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import final
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
@@ -40,8 +39,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        decoder: dict[str, Any] = json.loads(tokenizer.to_str()).get("decoder") or {}
-        self._byte_level = decoder.get("type") == "ByteLevel"
+        self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._bytes_cache: dict[int, bytes] = {}
 

@@ -87,7 +87,6 @@ class Engine:
         shapes: Shapes,
         plan: Plan,
         weights: transformer.Weights,
-        cache: Cache,
         eos_token_ids: tuple[int, ...],
         detokenizer: Detokenizer | None,
     ) -> None:
@@ -97,8 +96,9 @@ class Engine:
         self.plan = plan
         self._weights = weights
         self._head_weights = transformer.head_weights(weights)
-        self._cache = cache
-        self._state: SlotState = jax.device_put(programs.create_state(shapes.slots, model.vocab_size))
+        self._cache: Cache
+        self._state: SlotState
+        self._cache, self._state = plan.programs[programs.CREATE]()
         self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = detokenizer
         self._scheduler = Scheduler(shapes, prefix_caching=config.prefix_caching)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import pathlib
@@ -19,13 +18,14 @@ from precast.models import layout, transformer
 from precast.models.checkpoint import Checkpoint
 from precast.models.config import ModelConfig
 from precast.runtime import plan as plans
+from precast.runtime import weight_cache
 from precast.runtime.config import ConfigError, EngineConfig, Shapes, derive_shapes
 from precast.runtime.detokenize import Detokenizer
 from precast.runtime.engine import Engine
-from precast.runtime.programs import MAX_BANNED_IDS, enumerate_programs
+from precast.runtime.programs import MAX_BANNED_IDS, enumerate_programs, needed_first
 from precast.runtime.request import MAX_STOP_TOKEN_IDS
 
-_DEFAULT_KV_CACHE_MEMORY = 1 << 30
+_DEFAULT_KV_CACHE_MEMORY = 1 << 29
 
 
 def load_engine(
@@ -60,10 +60,9 @@ def load_engine(
         model=dataclasses.asdict(model), shapes=dataclasses.asdict(shapes), dtype=config.dtype, xla_flags=xla_flags
     )
     folder = plans.PlanFolder(config.plan_dir or default_plan_dir(checkpoint.path), key)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(plans.load, folder, folder.names())
-        weights = _load_weights(checkpoint, config.dtype, shapes, progress)
-        have = loading.result()
+    checkpoint.check()
+    have = plans.load(folder, first=needed_first(shapes))
+    weights = _load_weights(checkpoint, folder.path, config.dtype, shapes, progress)
     programs = enumerate_programs(model, shapes, weights, spec)
     plan = plans.build(programs, folder, have, progress=progress)
     logging.info("plan %s\n%s", folder.path, plan.table())
@@ -73,7 +72,6 @@ def load_engine(
         shapes=shapes,
         plan=plan,
         weights=weights,
-        cache=kv_cache.create(spec),
         eos_token_ids=eos_token_ids,
         detokenizer=Detokenizer(tokenizer) if tokenizer is not None else None,
     )
@@ -129,13 +127,20 @@ def default_plan_dir(path: str) -> pathlib.Path:
         return pathlib.Path.home() / ".cache" / "precast" / "plans"
 
 
-def _load_weights(checkpoint: Checkpoint, dtype: str, shapes: Shapes, progress: bool) -> transformer.Weights:
+def _load_weights(
+    checkpoint: Checkpoint, folder: pathlib.Path, dtype: str, shapes: Shapes, progress: bool
+) -> transformer.Weights:
+    """Maps the weights kept in the plan's folder, or lays them out from the checkpoint."""
     began = time.monotonic()
-    checkpoint.check()
-    with tqdm(total=checkpoint.config.num_layers, desc="loading", unit="layer", disable=not progress) as bar:
-        weights = layout.build(
-            checkpoint.config, checkpoint.read, dtype=dtype, num_positions=shapes.max_model_len, on_layer=bar.update
-        )
+    keeps = jax.default_backend() == "cpu" and checkpoint.path.endswith(".gguf")
+    weights = weight_cache.load(folder, checkpoint.fingerprint) if keeps else None
+    if weights is None:
+        with tqdm(total=checkpoint.config.num_layers, desc="loading", unit="layer", disable=not progress) as bar:
+            weights = layout.build(
+                checkpoint.config, checkpoint.read, dtype=dtype, num_positions=shapes.max_model_len, on_layer=bar.update
+            )
+        if keeps:
+            weight_cache.store(folder, checkpoint.fingerprint, weights)
     jax.block_until_ready(weights)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     logging.info("%.0f MB of weights loaded in %.1f s", size / 1e6, time.monotonic() - began)

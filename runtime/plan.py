@@ -17,7 +17,6 @@ import os
 import pathlib
 import pickle
 import platform
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,11 +27,12 @@ from absl import logging
 from jax.experimental import serialize_executable
 from tqdm import tqdm
 
+from precast.runtime import files
 from precast.runtime.programs import Program
 
-Compiled = Callable[..., Any]
 _MANIFEST = "manifest.json"
 _EXECUTABLES = "executables"
+_BACKGROUND_NICENESS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,34 @@ class Built:
     loaded: bool
 
 
+class Executable:
+    """A compiled program, called with its arguments.
+
+    One from a plan's folder is deserialised when it is first called or when its turn comes in the background,
+    whichever is first: nothing waits for a program that it does not use.
+    """
+
+    def __init__(self, load: Callable[[], Callable[..., Any]]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._compiled or self.ready())(*arguments)
+
+    def ready(self) -> Callable[..., Any]:
+        """Deserialises unless that was done."""
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = self._load()
+            return self._compiled
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """All programs of an engine, ready to call."""
 
-    programs: dict[str, Compiled]
+    programs: dict[str, Executable]
     built: tuple[Built, ...]
 
     def table(self) -> str:
@@ -98,29 +121,30 @@ class PlanFolder:
         self._lock = threading.Lock()
         self._manifest = self._read_manifest()
 
-    def is_complete(self, names: Sequence[str]) -> bool:
-        """Whether the manifest lists every program (their files are checked as they are loaded)."""
-        return all(name in self._manifest["programs"] for name in names)
-
     def names(self) -> list[str]:
         """The programs that the manifest lists."""
         return list(self._manifest["programs"])
 
-    def load(self, name: str) -> tuple[Compiled, Built] | None:
+    def load(self, name: str) -> tuple[Executable, Built] | None:
         """The program, or None where there is none or its file is damaged."""
         entry = self._manifest["programs"].get(name)
-        if entry is None:
+        content = entry and self.read(f"{_EXECUTABLES}/{name}.bin", entry["sha256"])
+        if content is None:
             return None
+        executable = Executable(lambda: serialize_executable.deserialize_and_load(*pickle.loads(content)))
+        return executable, Built(name, 0.0, len(content), entry["temp_bytes"], loaded=True)
+
+    def read(self, file: str, sha256: str) -> bytes | None:
+        """A file's content, or None, with a warning, unless it is there and has this digest."""
         try:
-            content = (self.path / _EXECUTABLES / f"{name}.bin").read_bytes()
+            content = (self.path / file).read_bytes()
         except OSError as error:
-            logging.warning("plan: %s cannot be read and is compiled again: %s", name, error)
+            logging.warning("plan: %s cannot be read and is made again: %s", file, error)
             return None
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            logging.warning("plan: %s does not match its digest and is compiled again", name)
+        if hashlib.sha256(content).hexdigest() != sha256:
+            logging.warning("plan: %s does not match its digest and is made again", file)
             return None
-        compiled = serialize_executable.deserialize_and_load(*pickle.loads(content))
-        return compiled, Built(name, 0.0, len(content), entry["temp_bytes"], loaded=True)
+        return content
 
     def store(self, name: str, compiled: Any, seconds: float) -> Built:
         """Writes a freshly compiled program and lists it in the manifest."""
@@ -134,10 +158,11 @@ class PlanFolder:
             "compile_seconds": round(seconds, 3),
         }
         try:
-            _write(self.path / _EXECUTABLES / f"{name}.bin", content)
-            with self._lock:
+            with files.replacing(self.path / _EXECUTABLES / f"{name}.bin") as file:
+                file.write(content)
+            with self._lock, files.replacing(self.path / _MANIFEST) as file:
                 self._manifest["programs"][name] = entry
-                _write(self.path / _MANIFEST, json.dumps(self._manifest, indent=1).encode())
+                file.write(json.dumps(self._manifest, indent=1).encode())
         except OSError as error:
             logging.warning("plan: %s cannot be kept for the next start: %s", name, error)
         return built
@@ -155,15 +180,31 @@ class PlanFolder:
         return {"key": self._key, "programs": {}}
 
 
-def load(folder: PlanFolder, names: Sequence[str]) -> dict[str, tuple[Compiled, Built]]:
-    """Loads the named programs side by side; what is missing or damaged is left out."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        found = zip(names, pool.map(folder.load, names), strict=True)
-        return {name: one for name, one in found if one is not None}
+def load(folder: PlanFolder, *, first: Sequence[str]) -> dict[str, tuple[Executable, Built]]:
+    """The folder's programs, checked; what is missing or damaged is left out.
+
+    They are deserialised in the background while the caller goes on, the ``first`` ones first and the others with
+    little priority.
+    """
+    order = [*first, *folder.names()]
+    found = ((name, folder.load(name)) for name in sorted(folder.names(), key=order.index))
+    programs = {name: one for name, one in found if one is not None}
+
+    def deserialise() -> None:
+        for name, (executable, _) in programs.items():
+            if name not in first:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+            # The interpreter waits for this thread at its end.
+            if not threading.main_thread().is_alive():
+                return
+            executable.ready()
+
+    threading.Thread(target=deserialise, name="plan").start()
+    return programs
 
 
 def build(
-    programs: Sequence[Program], folder: PlanFolder, have: dict[str, tuple[Compiled, Built]], *, progress: bool
+    programs: Sequence[Program], folder: PlanFolder, have: dict[str, tuple[Executable, Built]], *, progress: bool
 ) -> Plan:
     """Compiles the programs that ``have`` lacks, in parallel, and keeps them in the folder.
 
@@ -179,26 +220,14 @@ def build(
         def finish(name: str, lowered: jax.stages.Lowered) -> None:
             began = time.monotonic()
             compiled = lowered.compile()
-            done[name] = (compiled, folder.store(name, compiled, time.monotonic() - began))
+            built = folder.store(name, compiled, time.monotonic() - began)
+            done[name] = (Executable(lambda: compiled), built)
             bar.update()
 
         for future in [pool.submit(finish, program.name, program.lower()) for program in missing]:
             future.result()
     ordered = [done[program.name] for program in programs]
-    return Plan({built.name: compiled for compiled, built in ordered}, tuple(built for _, built in ordered))
-
-
-def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file so that nobody ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    return Plan({built.name: executable for executable, built in ordered}, tuple(built for _, built in ordered))
 
 
 def _processor() -> str:

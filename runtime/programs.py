@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from precast.models import cache as kv_cache
@@ -51,6 +52,7 @@ def score_name(tokens: int) -> str:
 
 
 ADMIT = "admit"
+CREATE = "create"
 
 
 def enumerate_programs(
@@ -67,7 +69,7 @@ def enumerate_programs(
     weights = _shapes(weights)
     head_weights = transformer.head_weights(weights)
     cache = kv_cache.shapes(cache_spec)
-    state = _shapes(create_state(shapes.slots, config.vocab_size))
+    state = _shapes(empty_slots(shapes.slots, config.vocab_size))
     hidden = jax.ShapeDtypeStruct((shapes.slots, config.hidden_size), np.float32)
     backbone = functools.partial(step.backbone, config=config)
     head = functools.partial(step.head, config=config)
@@ -87,7 +89,15 @@ def enumerate_programs(
     options = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.options)
     admission = (state, _int32(), options, _int32(shapes.max_model_len), _int32(), _int32())
     programs.append(Program(ADMIT, sample.admit, admission, donated=(0,)))
+    create = functools.partial(_create, cache_spec, shapes.slots, config.vocab_size)
+    programs.append(Program(CREATE, create, ()))
     return programs
+
+
+def needed_first(shapes: Shapes) -> list[str]:
+    """What one short request needs, in order."""
+    rows, tokens = shapes.decode_rows[0], shapes.prefill_tokens[0]
+    return [CREATE, backbone_name(0, tokens), ADMIT, head_name(rows), backbone_name(rows, 0)]
 
 
 def backbone_sizes(shapes: Shapes) -> list[tuple[int, int]]:
@@ -100,8 +110,14 @@ def backbone_sizes(shapes: Shapes) -> list[tuple[int, int]]:
     ]
 
 
-def create_state(slots: int, vocab_size: int) -> sample.SlotState:
-    """Empty slots, and the dummy one, as NumPy arrays."""
+def _create(cache_spec: kv_cache.CacheSpec, slots: int, vocab_size: int) -> tuple[kv_cache.Cache, sample.SlotState]:
+    """An empty cache and empty slots."""
+    state = jax.tree.map(lambda x: jnp.full(x.shape, x.flat[0], x.dtype), empty_slots(slots, vocab_size))
+    return kv_cache.create(cache_spec), state
+
+
+def empty_slots(slots: int, vocab_size: int) -> sample.SlotState:
+    """Options that do nothing for each slot and the dummy one, as NumPy arrays of one value each."""
     n = slots + 1
     options = sample.SlotOptions(
         temperature=np.zeros(n, np.float32),
