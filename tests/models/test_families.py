@@ -39,7 +39,6 @@ LLAMA3 = _options(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
-LAYER_TYPES = ["sliding_attention", "full_attention"]
 YARN = _options(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
 EXPERTS = _options(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48)
 LATENT = _options(
@@ -62,7 +61,6 @@ CASES = {
     "llama": ("Llama", {}),
     "llama biased tied": ("Llama", _options(attention_bias=True, mlp_bias=True, head_dim=24, tie_word_embeddings=True)),
     "llama3 rope": ("Llama", _options(rope_parameters=LLAMA3)),
-    "linear rope": ("Llama", _options(rope_parameters=_options(rope_type="linear", rope_theta=5000.0, factor=4.0))),
     "yarn rope": ("Qwen2", _options(rope_parameters=YARN, num_key_value_heads=1)),
     "mistral": ("Mistral", _options(sliding_window=12, head_dim=20)),
     "smollm3": (
@@ -76,15 +74,6 @@ CASES = {
         _options(head_dim=24, sliding_window=12, query_pre_attn_scalar=48, attn_logit_softcapping=5.0),
     ),
     "gemma3": ("Gemma3Text", _options(num_hidden_layers=4, sliding_window_pattern=2, head_dim=24, sliding_window=12)),
-    "gemma3 scaled": (
-        "Gemma3Text",
-        _options(
-            head_dim=24,
-            sliding_window=12,
-            layer_types=LAYER_TYPES,
-            rope_scaling=_options(rope_type="linear", factor=8.0),
-        ),
-    ),
     "phi3": ("Phi3", _options(sliding_window=20)),
     "phi4 longrope": (
         "Phi3",
