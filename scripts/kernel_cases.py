@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from precast.kernels_pallas import layout, timing
 from precast.kernels_pallas.cache_update import cache_update
-from precast.kernels_pallas.paged_attention import AttentionConfig, paged_attention
+from precast.kernels_pallas.paged_attention import AttentionConfig, paged_attention, tuning
 from precast.kernels_pallas.targets import Target
 
 # what a compiled case's cache takes in one shard: small ones hide copies
@@ -163,6 +163,43 @@ def call_function(case: Case, target: Target):
         value_dim=case.value_dim,
     )  # fmt: skip
     return functools.partial(paged_attention, config=config, target=target)
+
+
+def attention_call(case: Case, target: Target):
+    """(queries, pages, config) of one shard, as shapes: what block sizes are chosen from."""
+    arrays = {name: array for name, (array, _) in call_arguments(case, 1, 1).items()}
+    return arrays["queries"], arrays["pages"], call_function(case, target).keywords["config"]
+
+
+def moved_bytes(case: Case, target: Target) -> int:
+    """Bytes that one shard's kernel moves when every row has the whole context, counted from its block sizes."""
+    itemsize = case.kv_numpy_dtype.itemsize
+    if case.kind == "update":
+        if target.backend == "gpu":
+            return 2 * case.rows * case.q * case.lanes * itemsize
+        tile = min(32 // itemsize, case.page_size)
+        return 2 * case.rows * ((case.q + tile - 2) // tile + 1) * tile * case.lanes * itemsize
+    queries, pages, config = attention_call(case, target)
+    pairs = case.q * case.heads // case.kv_heads
+    outputs = case.rows * case.q * case.heads * (case.value_dim or case.head_dim) * 2
+    if target.backend == "tpu":
+        kv_block, q_block = tuning.tpu_blocks(queries, pages, config, target.tpu)
+        step, parts = case.page_size, 1
+    else:
+        choice = tuning.gpu_blocks(queries, pages, case.context, config, target.gpu)
+        kv_block = step = choice.block
+        q_block, parts = max(choice.tile * case.q // pairs, 1), choice.splits
+    # several parts are written in float32, read again and joined
+    outputs *= 1 if parts == 1 else 1 + 4 * parts
+    tokens = 0
+    for first in range(0, case.q, q_block):
+        end = case.context - case.q + min(first + q_block, case.q)
+        begin = max(case.context - case.q + first + 1 - case.window, 0) if case.window else 0
+        tokens += layout.pad_to(end, step) - begin // kv_block * kv_block
+    token = case.lanes * itemsize
+    if layout.is_quantized(case.kv_numpy_dtype):
+        token += layout.scale_lanes(case.kv_heads, case.page_size, case.value_dim) * 4 // case.page_size
+    return case.rows * tokens * token + queries.size * queries.dtype.itemsize + outputs
 
 
 def random_arguments(case: Case):
