@@ -54,7 +54,6 @@ def as_config(
         "model_type": names.architectures[architecture],
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in headers,
-        **names.constants,
     }
     for key, value in ours.items():
         if key not in _READ_HERE and not key.startswith(_SCALING):

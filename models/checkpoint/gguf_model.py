@@ -79,21 +79,14 @@ class GgufCheckpoint(Checkpoint):
         return dataclasses.replace(config.rope, divisors=divisors)
 
     def _restored(self, name: str, source: Source, gguf: GgufNames) -> Source:
-        """``source`` with the converter's changes to the values undone."""
+        """``source`` with the converter's reordering of query and key rows undone."""
         match = re.search(r"\.attn\.([qk])\.(weight|bias)$", name)
-        if gguf.permuted and match:
-            heads = self.config.num_heads if match.group(1) == "q" else self.config.num_kv_heads
-            turning = self.config.rotary_dim(self.config.rope)
-            convert = functools.partial(halves_first, num_heads=heads, first=0, dim=turning)
-        elif gguf.norms_shifted and name.endswith("norm.weight"):
-            convert = _less_one
-        else:
+        if match is None or not gguf.permuted:
             return source
+        heads = self.config.num_heads if match.group(1) == "q" else self.config.num_kv_heads
+        turning = self.config.rotary_dim(self.config.rope)
+        convert = functools.partial(halves_first, num_heads=heads, first=0, dim=turning)
         return dataclasses.replace(source, stored=dataclasses.replace(source.stored, convert=convert))
-
-
-def _less_one(array: np.ndarray) -> np.ndarray:
-    return array - 1
 
 
 def _open_all(path: str) -> list[GgufFile]:

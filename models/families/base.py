@@ -61,15 +61,11 @@ class GgufNames:
       architectures: value of ``general.architecture`` -> the ``model_type`` that it stands for.
       tensors: templates that differ from the usual ones.
       permuted: query and key rows are stored as interleaved pairs and must be put back into halves.
-      norms_shifted: norm weights are stored with the 1 added that config.json's form leaves out.
-      constants: keys of config.json that the metadata do not have.
     """
 
     architectures: Mapping[str, str]
     tensors: Mapping[str, Template] = dataclasses.field(default_factory=dict)
     permuted: bool = False
-    norms_shifted: bool = False
-    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

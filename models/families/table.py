@@ -31,6 +31,8 @@ _SAMPLE: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 256,
     "q_lora_rank": 64,
+    "sliding_window": 1024,
+    "embedding_multiplier": 2.0,
 }
 _NORMS = {
     "post": "norms on the blocks' outputs",
@@ -57,7 +59,7 @@ RoPE kinds, for all families: default, linear, dynamic, llama3, yarn, longrope. 
 
 GGUF types: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K; read as float32 and cast to `--dtype`.
 
-| family | models | `model_type` | GGUF | differs from Llama by |
+| family | models | `model_type` | GGUF | may differ from Llama by |
 |---|---|---|---|---|
 """
 
@@ -103,7 +105,7 @@ def _mixture(moe: MoeConfig) -> str:
 
 
 def _row(family: Family) -> str:
-    types = [model_type for model_type in family.model_types if model_type]
+    types = family.model_types
     config = family.read_config(ConfigKeys({**_SAMPLE, "model_type": types[0]}, "sample"))
     gguf = ", ".join(f"`{name}`" for name in family.gguf.architectures) if family.gguf else ""
     cells = [family.name, family.examples, ", ".join(f"`{name}`" for name in types), gguf, "; ".join(traits(config))]

@@ -24,16 +24,21 @@ def logits(checkpoint):
     return ModelRunner(checkpoint, num_positions=128).prefill(PROMPT)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", [KINDS.F32, KINDS.F16, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1])
 def test_same_arrays_as_safetensors(tmp_path, architecture, kind):
     weights = tiny.tensors(bias=True)
     if architecture == "qwen2":
         weights = {name: array for name, array in weights.items() if "o_proj.bias" not in name}
+    if architecture == "qwen3":
+        for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+            weights[name.replace("_proj", "_norm")] = np.arange(1, 1 + tiny.HEAD_DIM, dtype=np.float32)
     path = gguf_writer.write(tmp_path / "a.gguf", weights, architecture=architecture, kind=kind)
     checkpoint = open_checkpoint(path)
     (tmp_path / "hf").mkdir()
-    changes = {"attention_bias": True} if architecture == "llama" else {"model_type": "qwen2"}
+    changes = {"model_type": architecture, "head_dim": tiny.HEAD_DIM}
+    if architecture != "qwen2":
+        changes["attention_bias"] = True
     reference = open_checkpoint(tiny.write(tmp_path / "hf", weights, **changes))
     assert set(checkpoint.names()) == set(reference.names())
     for name in reference.names():
