@@ -268,7 +268,7 @@ def _threshold(scaled: jax.Array, weights: jax.Array, options: SlotOptions) -> j
 def _bisected(cut, known, scaled, weights, options, some_k, some_p, total) -> jax.Array:
     """``_threshold`` for the rows not ``known``, by bisection over the float32 values' bit patterns."""
     order = _ordered(scaled)
-    wanted = jnp.where(some_k, options.top_k, 0)
+    wanted = jnp.where(some_k, options.top_k, scaled.shape[1])
     kth = _largest(order, lambda kept: kept.sum(axis=-1) >= wanted)
     left = jnp.where(order >= kth[:, None], weights, 0.0)
     enough = options.top_p * (1 - TOP_P_SLACK) * jnp.where(some_k, _total(blocked(left, fill=0.0)), total)

@@ -80,7 +80,7 @@ def chain(rows, folder, *, max_positions=512, eos_token_ids=EOS_IDS, name="chain
     )
     scale = 1 / np.sqrt(1 / VOCAB + 1e-6)
     logits = np.full((VOCAB, VOCAB), -30.0, np.float32)
-    for token_id, row in (rows.items() if isinstance(rows, dict) else enumerate(rows)):
+    for token_id, row in rows.items() if isinstance(rows, dict) else enumerate(rows):
         if isinstance(row, dict):
             for other, value in row.items():
                 logits[token_id, other] = value
