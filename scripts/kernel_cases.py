@@ -214,7 +214,9 @@ def random_arguments(case: Case):
     }
     for name in shapes.keys() - arrays.keys():
         shape, dtype = shapes[name].shape, shapes[name].dtype
-        if dtype == jnp.int8:
+        if name == "scales":
+            arrays[name] = jnp.full(shape, 0.02 if case.kv_dtype == "int8" else 1.0, dtype)
+        elif dtype == jnp.int8:
             arrays[name] = jax.random.randint(jax.random.key(1), shape, -127, 128, jnp.int8)
         else:
             arrays[name] = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16).astype(dtype)
