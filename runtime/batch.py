@@ -24,7 +24,7 @@ def pack(plan: StepPlan, shapes: Shapes) -> BackboneInputs:
     """The backbone's inputs for a step."""
     decode = _pack_decodes(plan, shapes) if plan.decode_rows else None
     prefill, ends = _pack_chunks(plan, shapes) if plan.prefill_tokens else (None, [])
-    select = np.zeros(shapes.slots, np.int32)
+    select = np.zeros(shapes.head_rows, np.int32)
     selected = [*range(len(plan.decodes)), *(plan.decode_rows + end for end in ends)]
     select[: len(selected)] = selected
     return BackboneInputs(decode=decode, prefill=prefill, select=select)

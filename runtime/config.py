@@ -74,6 +74,11 @@ class Shapes:
     mixed_tokens: tuple[int, ...]
 
     @property
+    def head_rows(self) -> int:
+        """Hidden states that a step hands to the head: one a slot, padded to what a program takes."""
+        return self.decode_rows[-1]
+
+    @property
     def table_width(self) -> int:
         """Pages of the longest request."""
         return -(-self.max_model_len // self.page_size)

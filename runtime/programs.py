@@ -70,7 +70,7 @@ def enumerate_programs(
     head_weights = transformer.head_weights(weights)
     cache = kv_cache.shapes(cache_spec)
     state = _shapes(empty_slots(shapes.slots, config.vocab_size))
-    hidden = jax.ShapeDtypeStruct((shapes.slots, config.hidden_size), np.float32)
+    hidden = jax.ShapeDtypeStruct((shapes.head_rows, config.hidden_size), np.float32)
     backbone = functools.partial(step.backbone, config=config)
     head = functools.partial(step.head, config=config)
     score = functools.partial(step.score, config=config)
@@ -157,7 +157,7 @@ def _backbone_inputs(shapes: Shapes, decode_rows: int, prefill_tokens: int) -> s
             lengths=_int32(blocks),
             page_table=_int32(blocks, shapes.table_width),
         )
-    return step.BackboneInputs(decode=decode, prefill=prefill, select=_int32(shapes.slots))
+    return step.BackboneInputs(decode=decode, prefill=prefill, select=_int32(shapes.head_rows))
 
 
 def _shapes(arrays: Any) -> Any:

@@ -42,7 +42,7 @@ class DecodeInputs:
 class BackboneInputs:
     """What one launch of ``backbone`` reads besides weights, cache and last tokens.
 
-    decode or prefill is None in a program without that segment.  select: ``[slots]`` int32, indices into the
+    decode or prefill is None in a program without that segment.  select: ``[head_rows]`` int32, indices into the
     step's tokens (decode rows first, then prefill blocks) whose hidden states go to the head.
     """
 
@@ -63,7 +63,7 @@ def backbone(
       inputs: segments and the rows to select.
 
     Returns:
-      The cache; the selected hidden states ``[slots, hidden]`` float32; and the prefill segment's hidden states
+      The cache; the selected hidden states ``[head_rows, hidden]`` float32; and the prefill segment's hidden states
       ``[prefill tokens, hidden]`` for scoring, or None without one.
     """
     segments = []
@@ -80,7 +80,7 @@ def backbone(
 def head(
     weights: transformer.Weights, state: SlotState, hidden: jax.Array, rows: Rows, *, config: ModelConfig
 ) -> tuple[SlotState, Sampled]:
-    """Samples a token for the first ``len(rows.slots)`` of ``hidden [slots, hidden]`` (state donated)."""
+    """Samples a token for the first ``len(rows.slots)`` of ``hidden [head_rows, hidden]`` (state donated)."""
     logits = transformer.unembed(weights, hidden[: rows.slots.shape[0]], config)
     return sample(logits, state, rows)
 

@@ -23,9 +23,9 @@ def make_engine(plan_dir):
     """Builds an engine over a checkpoint; the keywords are EngineConfig's."""
 
     def make(checkpoint, **settings):
-        settings = {"dtype": "float32", "slots": 4, "page_size": 4, "token_budget": 12, **settings}
+        defaults = {"dtype": "float32", "slots": 4, "page_size": 4, "token_budget": 12, "plan_dir": str(plan_dir)}
         tokenizer = tokenizers.Tokenizer.from_str(checkpoint.text.tokenizer_json)
-        return load_engine(checkpoint, EngineConfig(plan_dir=str(plan_dir), **settings), tokenizer=tokenizer)
+        return load_engine(checkpoint, EngineConfig(**defaults | settings), tokenizer=tokenizer)
 
     return make
 

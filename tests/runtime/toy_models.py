@@ -60,11 +60,11 @@ def byte_level_tokenizer():
     return tokenizer
 
 
-def chain(rows, folder, *, max_positions=512, eos_token_ids=EOS_IDS, name="chain"):
+def chain(rows, folder, *, poisoned=(), max_positions=512, eos_token_ids=EOS_IDS, name="chain"):
     """A model whose logits after token i are ``rows[i]`` (a dict of id -> logit over a floor of -30, or an array).
 
     Tokens are one-hot, attention and MLP add nothing, and the final norm makes token i sqrt(VOCAB) at position i,
-    so that column i of the head times that is the row.
+    so that column i of the head times that is the row.  A ``poisoned`` token is not a number from the start.
     """
     config = ModelConfig(
         model_type="llama",
@@ -90,6 +90,7 @@ def chain(rows, folder, *, max_positions=512, eos_token_ids=EOS_IDS, name="chain
     for key, spec in param_specs(config).items():
         arrays[key] = np.ones(spec.shape, np.float32) if "norm" in key else np.zeros(spec.shape, np.float32)
     arrays["embed.weight"] = np.eye(VOCAB, dtype=np.float32)
+    arrays["embed.weight"][list(poisoned)] = np.nan
     arrays["head.weight"] = (logits.T / scale).astype(np.float32)
     return MemoryCheckpoint(name, config, arrays, folder, text_assets(eos_token_ids=eos_token_ids))
 
