@@ -248,7 +248,9 @@ def _threshold(scaled: jax.Array, weights: jax.Array, options: SlotOptions) -> j
     some_p = options.top_p < 1
     total = _total(blocked(weights, fill=0.0))
 
-    candidates = jax.lax.top_k(scaled, min(NUM_CANDIDATES, vocab))[0]
+    # Through the indices: a top_k of which only the values are used becomes a sort of the whole row on CPU.
+    likeliest = jax.lax.top_k(scaled, min(NUM_CANDIDATES, vocab))[1]
+    candidates = jnp.take_along_axis(scaled, likeliest, axis=1)
     width = candidates.shape[1]
     kth = jnp.take_along_axis(candidates, jnp.clip(options.top_k - 1, 0, width - 1)[:, None], axis=1)
     # Tokens beyond the candidates may be tied with the k-th: then the candidates do not hold all that is kept.
