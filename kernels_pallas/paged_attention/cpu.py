@@ -75,8 +75,8 @@ def paged_attention(
         visible = jnp.broadcast_to(visible[:, None, None], (rows, kv_heads, group, num_queries, width))
         visible = visible.reshape(batch, stacked, width)
 
-        keys = _widen(_decode(key_pages[page_ids]), width, axis=3).reshape(batch, head_dim, width)
-        values = _widen(_widen(_decode(value_pages[page_ids]), width, axis=2), value_width, axis=3)
+        keys = _widen(_take_pages(key_pages, page_ids), width, axis=3).reshape(batch, head_dim, width)
+        values = _widen(_widen(_take_pages(value_pages, page_ids), width, axis=2), value_width, axis=3)
         values = jnp.where(written[:, None, :, None], values, 0.0).reshape(batch, width, value_width)
         scores = jax.lax.dot_general(grouped, keys, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         if soft_cap is not None:
@@ -122,7 +122,13 @@ def _widen(x: jax.Array, width: int, axis: int) -> jax.Array:
     return jnp.pad(x, [(0, width - x.shape[axis] if axis == a else 0) for a in range(x.ndim)])
 
 
-def _decode(pages: jax.Array) -> jax.Array:
+def _take_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """``pages[page_ids]`` as float32.
+
+    uint16 pages are gathered, taken for the bfloat16 numbers that they hold and converted in one loop.  float32
+    pages have nothing to convert; there a gather of flat rows, copied in whole, takes a third of the time.
+    """
     if pages.dtype == np.uint16:
-        pages = jax.lax.bitcast_convert_type(pages, jnp.bfloat16)
-    return pages.astype(jnp.float32)
+        return jax.lax.bitcast_convert_type(pages[page_ids], jnp.bfloat16).astype(jnp.float32)
+    flat = pages.reshape(pages.shape[0], -1)[page_ids]
+    return flat.reshape(-1, *pages.shape[1:]).astype(jnp.float32)
