@@ -1,0 +1,89 @@
+"""What the compiler made of the programs: nothing large is copied, the cache is updated in place."""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+import toy_models
+
+from precast.models import cache as kv_cache
+from precast.models import layout, transformer
+from precast.runtime.config import EngineConfig, derive_shapes
+from precast.runtime.loading import resolve
+from precast.runtime.programs import enumerate_programs
+
+# Larger than any activation of the small model's steps.
+LARGE = 100_000
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def compiled(request, tmp_path_factory):
+    """The programs of a model whose weights and pages are larger than its activations, with its cache's bytes."""
+    model = toy_models.random_llama(
+        tmp_path_factory.mktemp("m"), vocab_size=4096, hidden_size=64, intermediate_size=2048, head_dim=16
+    )
+    settings = EngineConfig(slots=2, token_budget=34, max_model_len=256, page_size=16, dtype=request.param)
+    settings, shapes, spec = resolve(model.config, settings)
+    weights = layout.build(model.config, model.read, dtype=request.param, num_positions=256)
+    programs = enumerate_programs(model.config, shapes, weights, spec)
+    chosen = [one for one in programs if one.name.startswith(("backbone", "head"))]
+    return weights, spec, {one.name: one.lower().compile() for one in chosen}
+
+
+def large_copies(text):
+    """Instructions outside of fusions, and fusions, that copy or convert at least LARGE elements."""
+    found, inside_fusion = [], False
+    for line in text.splitlines():
+        if line.endswith("{"):
+            inside_fusion = line.startswith(("%fused_", "%wrapped_"))
+        match = re.search(r"%(\S+) = \w+\[([\d,]+)\]\S* (\w+)\(", line)
+        if match and not inside_fusion and math.prod(int(n) for n in match[2].split(",")) >= LARGE:
+            kind = match[1] if match[3] == "fusion" else match[3]
+            if re.search("copy|convert|transpose|pad", kind):
+                found.append(line.strip()[:160])
+    return found
+
+
+def test_no_weight_and_no_cache_is_copied(compiled):
+    weights, _, programs = compiled
+    assert max(leaf.size for leaf in jax.tree.leaves(weights)) > LARGE
+    for name, program in programs.items():
+        assert not large_copies(program.as_text()), name
+
+
+def test_the_cache_is_updated_in_place(compiled):
+    _, spec, programs = compiled
+    cache_bytes = spec.num_pages * spec.page_bytes
+    for name, program in programs.items():
+        analysis = program.memory_analysis()
+        if name.startswith("backbone"):
+            assert analysis.alias_size_in_bytes >= cache_bytes, name
+        assert analysis.temp_size_in_bytes < cache_bytes + 2e6, name
+
+
+def test_pages_are_as_large_as_the_spec_says():
+    spec = kv_cache.CacheSpec(num_layers=3, num_pages=5, page_size=16, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+    arrays = jax.tree.leaves(kv_cache.create(spec))
+    assert sum(array.nbytes for array in arrays) == spec.num_pages * spec.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("slots", "budget", "length"),
+    [(1, 2, 64), (1, 33, 64), (4, 5, 64), (7, 23, 317), (32, 512, 2048), (256, 2048, 8192)],
+)
+def test_shapes_stay_within_the_budget_and_cover_what_can_happen(slots, budget, length):
+    config = EngineConfig(slots=slots, token_budget=budget)
+    shapes = derive_shapes(config, max_model_len=length, num_pages=9)
+    assert shapes.decode_rows[-1] >= slots
+    assert all(size % shapes.prefill_block == 0 for size in (*shapes.prefill_tokens, *shapes.mixed_tokens))
+    # Two rows is the least that a program has, whatever the budget.
+    assert shapes.prefill_tokens[-1] <= max(budget, 2)
+    assert shapes.mixed_tokens[-1] + slots <= max(budget, slots + 2)
+
+
+def test_head_weights_are_what_unembed_reads():
+    weights = {"embed": np.zeros((4, 2)), "layers": (), "final_norm": np.zeros(2)}
+    assert set(transformer.head_weights(weights)) == {"embed"}
+    assert set(transformer.head_weights({**weights, "head": np.zeros((4, 2))})) == {"head"}
