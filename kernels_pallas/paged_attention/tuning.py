@@ -92,7 +92,7 @@ class GpuChoice:
 def gpu_blocks(queries, pages, table_tokens: int, config, chip) -> GpuChoice:
     """The kernel and its sizes for a call with a page table of ``table_tokens`` tokens a row.
 
-    Splits are as many as it takes to give every SM four blocks of the grid (one where their products keep it busy), as
+    Splits are as many as it takes to give every SM four blocks of the grid (one where no two fit at a time), as
     long as each split of a full page table still has eight blocks of the cache.  Slots are up to four; where two blocks
     of the grid can share an SM with three or two slots each, they do.
 
@@ -125,6 +125,7 @@ def gpu_blocks(queries, pages, table_tokens: int, config, chip) -> GpuChoice:
         )
     grid = rows * config.num_kv_heads * -(-pairs // tile)
     most = max(table_tokens // (8 * block), 1)
-    wanted = chip.num_sms * (4 if swapped else 1)
+    smem_bytes = fixed + slots * slot
+    wanted = chip.num_sms * (4 if smem_bytes <= shared and swapped else 1)
     splits = config.splits or min(-(-wanted // grid), most)
-    return GpuChoice(swapped, tile, block, slots, splits, fixed + slots * slot)
+    return GpuChoice(swapped, tile, block, slots, splits, smem_bytes)
