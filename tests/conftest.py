@@ -1,0 +1,5 @@
+"""Tests run on the CPU, whatever accelerators' compilers are installed."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
