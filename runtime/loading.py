@@ -59,10 +59,11 @@ def load_engine(
     key = plans.make_key(
         model=dataclasses.asdict(model), shapes=dataclasses.asdict(shapes), dtype=config.dtype, xla_flags=xla_flags
     )
-    folder = plans.PlanFolder(config.plan_dir or default_plan_dir(checkpoint.path), key)
+    root = pathlib.Path(config.plan_dir or default_plan_dir(checkpoint.path))
+    folder = plans.PlanFolder(root, key)
     checkpoint.check()
     have = plans.load(folder, first=needed_first(shapes))
-    weights = _load_weights(checkpoint, folder.path, config.dtype, shapes, progress)
+    weights = _load_weights(checkpoint, root, config.dtype, shapes, progress)
     programs = enumerate_programs(model, shapes, weights, spec)
     plan = plans.build(programs, folder, have, progress=progress)
     logging.info("plan %s\n%s", folder.path, plan.table())
@@ -128,11 +129,13 @@ def default_plan_dir(path: str) -> pathlib.Path:
 
 
 def _load_weights(
-    checkpoint: Checkpoint, folder: pathlib.Path, dtype: str, shapes: Shapes, progress: bool
+    checkpoint: Checkpoint, root: pathlib.Path, dtype: str, shapes: Shapes, progress: bool
 ) -> transformer.Weights:
-    """Maps the weights kept in the plan's folder, or lays them out from the checkpoint."""
+    """Maps the weights kept beside the plans, or lays them out from the checkpoint."""
     began = time.monotonic()
     keeps = jax.default_backend() == "cpu" and checkpoint.path.endswith(".gguf")
+    key = plans.make_key(weights=checkpoint.fingerprint, dtype=dtype, num_positions=shapes.max_model_len)
+    folder = root / f"weights-{plans.key_digest(key)}"
     weights = weight_cache.load(folder, checkpoint.fingerprint) if keeps else None
     if weights is None:
         with tqdm(total=checkpoint.config.num_layers, desc="loading", unit="layer", disable=not progress) as bar:

@@ -111,13 +111,17 @@ def make_key(**facts: Any) -> dict[str, Any]:
     }
 
 
+def key_digest(key: dict[str, Any]) -> str:
+    """A folder's name for a key."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+
+
 class PlanFolder:
     """The folder of one plan on disk; a folder that cannot be read or written only costs compile time."""
 
     def __init__(self, root: str | os.PathLike[str], key: dict[str, Any]) -> None:
         self._key = json.loads(json.dumps(key))
-        digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
-        self.path = pathlib.Path(root) / digest[:16]
+        self.path = pathlib.Path(root) / key_digest(self._key)
         self._lock = threading.Lock()
         self._manifest = self._read_manifest()
 

@@ -1,4 +1,4 @@
-"""Weights as they lie in memory, kept on disk: the next start maps the file and converts nothing.
+"""Weights as they lie in memory, kept beside the plans: the next start maps the file and converts nothing.
 
 For checkpoints that are slow to lay out (a quantised GGUF file is dequantised and fused first).  ``weights.bin`` is
 the arrays one after the other at multiples of _ALIGNMENT, where XLA's CPU client uses a NumPy array where it lies,

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from precast.models.checkpoint import open_checkpoint
 from precast.runtime.config import EngineConfig
 from precast.runtime.loading import load_engine
-from precast.runtime.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from precast.runtime.request import OutputDelta, SamplingParams, TokenLogprobs
 from precast.server import demo, environment
 from precast.server.bundle import TokenizerBundle
 from precast.server.text import TextEncoder
@@ -33,7 +33,7 @@ class Logprob:
 
 @dataclasses.dataclass
 class CompletionOutput:
-    """One output sequence; stop_reason is the stop string or id that ended it, if one did."""
+    """One output sequence; stop_reason is the stop string or id that ended it, or what went wrong if "error" did."""
 
     index: int
     text: str = ""
@@ -165,10 +165,8 @@ class LLM:
         if delta.index == 0:
             result.num_cached_tokens = delta.num_cached_tokens
         if delta.finish_reason is not None:
-            if delta.finish_reason == FinishReason.ERROR:
-                raise RuntimeError(f"request {delta.request_id} failed: {delta.error}")
             output.finish_reason = delta.finish_reason.value
-            output.stop_reason = delta.matched_stop
+            output.stop_reason = delta.error or delta.matched_stop
             result.finished = all(one.finish_reason is not None for one in result.outputs)
 
     def _alternatives(self, found: TokenLogprobs) -> TokenAlternatives:
