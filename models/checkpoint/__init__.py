@@ -39,7 +39,10 @@ def open_checkpoint(path_or_id: str) -> Checkpoint:
 
 
 def _open_directory(path: str) -> Checkpoint:
-    names = os.listdir(path)
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if "precast.json" in names:
         from precast.models.checkpoint.native import NativeCheckpoint
 

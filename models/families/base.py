@@ -144,6 +144,12 @@ def rope_and_sizes(keys: ConfigKeys, *, theta: float = 10000.0, **defaults: Any)
     return {**traits, "rope": read_rope(keys, traits["head_dim"], theta=theta)}
 
 
+def attention_biases(keys: ConfigKeys) -> dict[str, Any]:
+    """For families in which one key switches the biases of all four of attention's products."""
+    bias = keys.boolean("attention_bias", False)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
 def sliding_layers(
     keys: ConfigKeys, num_layers: int, is_sliding: Callable[[int], bool], window: int | None
 ) -> dict[str, Any]:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from precast.models.config import ModelConfig
-from precast.models.families.base import Family, sizes, sliding_layers
+from precast.models.families.base import Family, attention_biases, sizes, sliding_layers
 from precast.models.families.keys import ConfigKeys
 from precast.models.families.rope import read_rope
 
 
 def _common(keys: ConfigKeys) -> dict[str, Any]:
     traits = sizes(keys, eps=1e-5, eps_key="layer_norm_eps", tied=True)
-    bias = keys.boolean("attention_bias", False)
     return {
         **traits,
         "rope": read_rope(keys, traits["head_dim"], theta=10000.0, interleaved=True),
         "activation": keys.activation(),
         "norm_kind": "layer",
         "norm_placement": "parallel",
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(keys),
         "logits_multiplier": keys.number("logit_scale", 0.0625),
     }
 

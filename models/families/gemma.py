@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from precast.models.config import ModelConfig
-from precast.models.families.base import Family, sizes, sliding_layers
+from precast.models.families.base import Family, attention_biases, sizes, sliding_layers
 from precast.models.families.keys import ConfigKeys
 from precast.models.families.rope import read_rope
 
@@ -21,7 +21,6 @@ def _common(keys: ConfigKeys, traits: dict[str, Any]) -> dict[str, Any]:
     # Some configs name the activation twice; the second is the one that counts.
     keys.ignore("hidden_act")
     keys.require("use_bidirectional_attention", False, False)
-    bias = keys.boolean("attention_bias", False)
     return {
         **traits,
         "activation": keys.activation("hidden_activation", "gelu_pytorch_tanh"),
@@ -29,8 +28,7 @@ def _common(keys: ConfigKeys, traits: dict[str, Any]) -> dict[str, Any]:
         "norm_placement": "both",
         "attention_scale": keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
         "embedding_multiplier": traits["hidden_size"] ** 0.5,
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(keys),
     }
 
 

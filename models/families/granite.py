@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from precast.models.config import ModelConfig
-from precast.models.families.base import Family, rope_and_sizes
+from precast.models.families.base import Family
 from precast.models.families.keys import ConfigKeys
+from precast.models.families.llama import read_llama
 
 
 def read_granite(keys: ConfigKeys) -> ModelConfig:
-    bias = keys.boolean("attention_bias", False)
-    return ModelConfig(
-        **rope_and_sizes(keys, eps=1e-6),
-        activation=keys.activation(),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=keys.boolean("mlp_bias", False),
+    return dataclasses.replace(
+        read_llama(keys),
         attention_scale=keys.number("attention_multiplier", 1.0),
         embedding_multiplier=keys.number("embedding_multiplier", 1.0),
         residual_multiplier=keys.number("residual_multiplier", 1.0),

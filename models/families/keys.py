@@ -21,7 +21,7 @@ _WITHOUT_EFFECT = re.compile(
     r"""_.*|architectures|model_type|transformers_version|transformers\.js_config|torch_dtype|dtype|.*_token_id
     |.*_token_index|.*dropout.*|.*_pdrop|initializer_.*|init_.*|.*_loss_.*|.*_loss|use_cache|pretraining_tp|tokenizer_class
     |is_decoder|is_encoder_decoder|add_cross_attention|chunk_size_feed_forward|output_.*|return_dict.*|id2label|label2id
-    |problem_type|task_specific_params|gradient_checkpointing|unsloth_.*|is_llama_config|rope_interleaved|cache_implementation
+    |problem_type|task_specific_params|gradient_checkpointing|unsloth_.*|is_llama_config|cache_implementation
     |name|license|language|router_jitter_noise|seq_aux|ep_size|use_kernel.*|experts_implementation|max_length|min_length
     |temperature|top_k|top_p|do_sample|num_beams|repetition_penalty|suppress_tokens|begin_suppress_tokens|bad_words_ids
     |keys_to_ignore_at_inference|finetuning_task|prefix|sep_token|decoder_start_token|summary_.*|tie_encoder_decoder

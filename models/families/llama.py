@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from precast.models.config import ModelConfig
-from precast.models.families.base import Family, GgufNames, rope_and_sizes, sliding_layers
+from precast.models.families.base import Family, GgufNames, attention_biases, rope_and_sizes, sliding_layers
 from precast.models.families.keys import ConfigKeys
 
 
 def read_llama(keys: ConfigKeys) -> ModelConfig:
-    bias = keys.boolean("attention_bias", False)
     return ModelConfig(
         **rope_and_sizes(keys, eps=1e-6),
         activation=keys.activation(),
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(keys),
         mlp_bias=keys.boolean("mlp_bias", False),
     )
 
@@ -33,14 +31,12 @@ def read_smollm3(keys: ConfigKeys) -> ModelConfig:
     # Despite its name, 1 marks a layer with RoPE.
     turning = keys.sequence("no_rope_layers", num_layers) or [(layer + 1) % interval for layer in range(num_layers)]
     window = keys.integer("sliding_window", None) if keys.boolean("use_sliding_window", False) else None
-    bias = keys.boolean("attention_bias", False)
     return ModelConfig(
         **traits,
         **sliding_layers(keys, num_layers, lambda layer: not turning[layer], window),
         rope_layers=tuple(bool(flag) for flag in turning),
         activation=keys.activation(),
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(keys),
         mlp_bias=keys.boolean("mlp_bias", False),
     )
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from precast.models.config import ModelConfig, MoeConfig
-from precast.models.families.base import Family, rope_and_sizes
+from precast.models.families.base import Family, attention_biases, rope_and_sizes
 from precast.models.families.keys import ConfigKeys
 
 _LAYER = "model.layers.{i}."
 
 
 def read_olmo2(keys: ConfigKeys) -> ModelConfig:
-    bias = keys.boolean("attention_bias", False)
     return ModelConfig(
         **rope_and_sizes(keys, eps=1e-5),
         activation=keys.activation(),
         norm_placement="post",
         qk_norm="all",
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(keys),
     )
 
 
 def read_olmoe(keys: ConfigKeys) -> ModelConfig:
     traits = rope_and_sizes(keys, eps=1e-5)
-    bias = keys.boolean("attention_bias", False)
     keys.require("clip_qkv", None, None)
     moe = MoeConfig(
         num_experts=keys.integer("num_experts"),
@@ -32,7 +29,7 @@ def read_olmoe(keys: ConfigKeys) -> ModelConfig:
         layers=(True,) * traits["num_layers"],
         normalize=keys.boolean("norm_topk_prob", False),
     )
-    return ModelConfig(**traits, activation=keys.activation(), qk_norm="all", qkv_bias=bias, output_bias=bias, moe=moe)
+    return ModelConfig(**traits, activation=keys.activation(), qk_norm="all", **attention_biases(keys), moe=moe)
 
 
 OLMO2 = Family(

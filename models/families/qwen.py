@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from precast.models.config import ModelConfig, MoeConfig
-from precast.models.families.base import Family, GgufNames, rope_and_sizes, sliding_layers
+from precast.models.families.base import Family, GgufNames, attention_biases, rope_and_sizes, sliding_layers
 from precast.models.families.keys import ConfigKeys
 
 _MLP = "model.layers.{i}.mlp."
@@ -26,14 +26,12 @@ def read_qwen2(keys: ConfigKeys) -> ModelConfig:
 
 def read_qwen3(keys: ConfigKeys) -> ModelConfig:
     traits = rope_and_sizes(keys, eps=1e-6, head_dim=128)
-    bias = keys.boolean("attention_bias", False)
     return ModelConfig(
         **traits,
         **_window(keys, traits["num_layers"]),
         activation=keys.activation(),
         qk_norm="head",
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(keys),
     )
 
 
@@ -66,7 +64,6 @@ def read_qwen2_moe(keys: ConfigKeys) -> ModelConfig:
 
 def read_qwen3_moe(keys: ConfigKeys) -> ModelConfig:
     traits = rope_and_sizes(keys, eps=1e-6)
-    bias = keys.boolean("attention_bias", False)
     window = keys.take("sliding_window", None) if keys.boolean("use_sliding_window", False) else None
     keys.ignore("max_window_layers")
     return ModelConfig(
@@ -74,8 +71,7 @@ def read_qwen3_moe(keys: ConfigKeys) -> ModelConfig:
         **sliding_layers(keys, traits["num_layers"], lambda _: True, window),
         activation=keys.activation(),
         qk_norm="head",
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(keys),
         moe=_mixture(keys, traits["num_layers"]),
     )
 

@@ -26,6 +26,7 @@ class ModelRunner:
         self._spec = kv_cache.CacheSpec.of(self.config, num_pages=self._width + 1, page_size=PAGE_SIZE, dtype=dtype)
         # The pages of the sequence in descending order: a position never lies where it would by chance.
         self._table = np.arange(self._width, 0, -1, dtype=np.int32)
+        self._prefill_rows = 0
         self.reset()
 
     def reset(self) -> None:
@@ -55,6 +56,9 @@ class ModelRunner:
     def _append(self, token_ids: list[int], width: int) -> np.ndarray:
         # Never fewer than two rows: one row would take another path through the matrix products.
         rows = max(-(-len(token_ids) // width), 2)
+        if width > 1:
+            # Shorter chunks run in the program of the longest so far: compiling is what takes time here.
+            rows = self._prefill_rows = max(rows, self._prefill_rows)
         ids = np.zeros(rows * width, np.int32)
         ids[: len(token_ids)] = token_ids
         starts = self.length + np.arange(rows, dtype=np.int32) * width

@@ -7,7 +7,10 @@ import pathlib
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
+
+from precast.models.checkpoint import CheckpointError, open_checkpoint
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 32, 2, 4, 2, 8, 64, 320
 
@@ -82,3 +85,13 @@ def write_shards(directory: pathlib.Path, count: int = 3) -> dict[str, str]:
 def write_index(directory: pathlib.Path, weight_map: dict[str, str]) -> None:
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def refused(path, *words):
+    """Opening fails with one line that has all the words."""
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(str(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert str(word) in message, message
