@@ -39,7 +39,13 @@ def checkpoint():
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint):
+def stored(checkpoint):
+    """The file as the gguf library reads it, which takes seconds."""
+    return gguf.GGUFReader(checkpoint.path)
+
+
+@pytest.fixture(scope="module")
+def reference(stored):
     """The weights in transformers, by way of the gguf library alone."""
     config = transformers.LlamaConfig(
         vocab_size=49152,
@@ -54,9 +60,9 @@ def reference(checkpoint):
         tie_word_embeddings=True,
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(checkpoint.path).tensors}
+    tensors = {tensor.name: tensor for tensor in stored.tensors}
     for name, parameter in model.named_parameters():
-        tensor = stored[gguf_name(name)]
+        tensor = tensors[gguf_name(name)]
         array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(parameter.shape)
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             array = array.reshape(-1, 32, 2, 576).swapaxes(1, 2).reshape(parameter.shape)
@@ -76,10 +82,10 @@ def test_logits_at_every_position(checkpoint, reference, tmp_path):
     np.testing.assert_array_equal(ModelRunner(same, num_positions=LENGTH).prefill(ids), got)
 
 
-def test_tokenizer_is_that_of_the_model(checkpoint):
+def test_tokenizer_is_that_of_the_model(checkpoint, stored):
     """Against one put together as the model's tokenizer.json is: digits one by one, then GPT-2's byte level."""
     ours = tokenizers.Tokenizer.from_str(checkpoint.text.tokenizer_json)
-    metadata = gguf.GGUFReader(checkpoint.path).fields
+    metadata = stored.fields
     tokens = metadata["tokenizer.ggml.tokens"].contents()
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"].contents()]
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, merges))
