@@ -148,6 +148,7 @@ def sample(logits: jax.Array, state: SlotState, rows: Rows) -> tuple[SlotState, 
 
 def raw_logprobs(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-softmax at ``token_ids [rows]``, and the MAX_LOGPROBS likeliest ids with theirs, best first."""
+    logits = _whole_vectors(logits)
     top = logits.max(axis=-1, keepdims=True)
     log_total = jnp.log(_total(blocked(jnp.exp(logits - top), fill=0.0)))[:, None] + top
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
@@ -167,10 +168,14 @@ def argmax(logits: jax.Array) -> jax.Array:
 
 def blocked(x: jax.Array, fill: float = -jnp.inf) -> jax.Array:
     """``[rows, vocab]`` -> ``[rows, blocks, LANES]``, the last block filled up."""
-    rest = -x.shape[1] % LANES
-    if rest:
-        x = jnp.pad(x, ((0, 0), (0, rest)), constant_values=fill)
+    x = _whole_vectors(x, fill)
     return x.reshape(x.shape[0], -1, LANES)
+
+
+def _whole_vectors(x: jax.Array, fill: float = -jnp.inf) -> jax.Array:
+    """Fills rows up to a multiple of LANES: exp rounds alike in whole vectors only, not in a loop's scalar tail."""
+    rest = -x.shape[1] % LANES
+    return jnp.pad(x, ((0, 0), (0, rest)), constant_values=fill) if rest else x
 
 
 def _needs_processing(options: SlotOptions, rows: Rows) -> jax.Array:
@@ -204,6 +209,7 @@ def _process_and_draw(logits: jax.Array, state: SlotState, options: SlotOptions,
         jnp.any(_needs_processing(options, rows)), _process, lambda logits, *_: logits, *(logits, state, options, rows)
     )
     greedy = argmax(logits)
+    logits = _whole_vectors(logits)
     temperature = jnp.where(options.temperature > 0, options.temperature, 1.0)[:, None]
     scaled = (logits - jnp.take_along_axis(logits, greedy[:, None], axis=1)) / temperature
     weights = jnp.exp(scaled)
