@@ -183,9 +183,9 @@ class Engine:
         began = time.monotonic()
         plan = self._scheduler.plan()
         launched = self._launch(plan) if plan else None
-        if self._in_flight:
-            self._collect(self._in_flight)
-        self._in_flight = launched
+        landed, self._in_flight = self._in_flight, launched
+        if landed:
+            self._collect(landed)
         self._step_seconds += time.monotonic() - began
 
     def check_integrity(self) -> None:

@@ -131,12 +131,11 @@ class EngineThread:
                 self._changed.notify_all()
 
     def _run(self) -> None:
-        while self._take_commands():
-            try:
+        try:
+            while self._take_commands():
                 self.engine.step()
-            except Exception as error:
-                self._fail(error)
-                return
+        except Exception as error:
+            self._fail(error)
 
     def _take_commands(self) -> bool:
         """Waits for work and takes in what was posted; False when the thread is to end."""

@@ -54,7 +54,7 @@ class Executable:
     """
 
     def __init__(self, load: Callable[[], Callable[..., Any]]) -> None:
-        self._load = load
+        self._load: Callable[[], Callable[..., Any]] | None = load
         self._lock = threading.Lock()
         self._compiled: Callable[..., Any] | None = None
 
@@ -64,8 +64,10 @@ class Executable:
     def ready(self) -> Callable[..., Any]:
         """Deserialises unless that was done."""
         with self._lock:
-            if self._compiled is None:
-                self._compiled = self._load()
+            if self._load is not None:
+                # Dropped with the serialised bytes that it holds.
+                self._compiled, self._load = self._load(), None
+            assert self._compiled is not None
             return self._compiled
 
 

@@ -37,12 +37,12 @@ class SamplingParams:
 
     Attributes:
       n: output sequences; sequence i is sampled with ``seed + i``.
-      temperature: 0 is greedy (lowest id on ties).
+      temperature: 0 is greedy (lowest id on ties); at most 1e9.
       top_k: keep the k most likely tokens; 0, -1 and anything from the vocabulary size up are off.
       top_p: keep the smallest set of most likely tokens whose probability reaches top_p, (0, 1].
       min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
       repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt
-        or output (CTRL, arXiv:1909.05858), > 0.
+        or output (CTRL, arXiv:1909.05858), [0.001, 1000].
       presence_penalty, frequency_penalty: subtracted once, or once an occurrence, from the logits
         of tokens seen in the output, [-2, 2].
       logit_bias: token id -> bias added to its logit, [-100, 100].
@@ -87,11 +87,11 @@ class SamplingParams:
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError for the first field that is out of its range."""
         _integer("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, math.inf, high_open=True)
+        _number("temperature", self.temperature, 0.0, 1e9)
         _integer("top_k", self.top_k, -1, None)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True, high_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -193,12 +193,10 @@ def _integer(field: str, value: Any, low: int, high: int | None) -> None:
         raise RequestError(f"{field} is {_shown(value)}: it must be an integer {limit}")
 
 
-def _number(
-    field: str, value: Any, low: float, high: float, *, low_open: bool = False, high_open: bool = False
-) -> None:
+def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     if good:
-        good = (value > low if low_open else value >= low) and (value < high if high_open else value <= high)
+        good = (value > low if low_open else value >= low) and value <= high
     if not good:
-        interval = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
+        interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
         raise RequestError(f"{field} is {_shown(value)}: it must be a number in {interval}")

@@ -24,6 +24,7 @@ from precast.runtime.request import MAX_LOGPROBS
 
 LANES = 64
 NUM_CANDIDATES = 64
+_LARGEST = 1e30
 # A cumulative probability within this of top_p has reached it: what softmax's rounding can move.
 TOP_P_SLACK = 1e-6
 
@@ -200,6 +201,8 @@ def _process(logits: jax.Array, state: SlotState, options: SlotOptions, rows: Ro
     logits = logits.at[row, options.bias_ids].add(options.bias_values)
     banned = (options.banned_ids >= 0) & (rows.num_sampled < options.min_tokens)[:, None]
     # An unused entry aims past the end and is dropped; a negative index would wrap to the last token.
+    # A penalty can push a logit past float32's range, where differences are no numbers any more.
+    logits = jnp.clip(logits, -_LARGEST, _LARGEST)
     return logits.at[row, jnp.where(banned, options.banned_ids, logits.shape[1])].set(-jnp.inf, mode="drop")
 
 

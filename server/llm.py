@@ -140,18 +140,25 @@ class LLM:
             raise ValueError(f"params has {len(each)} entries: there are {len(encoded)} prompts")
         requests, results = [], []
         for (prompt, token_ids), one in zip(encoded, each, strict=True):
-            result = RequestOutput(str(next(self._ids)), prompt, token_ids, [CompletionOutput(i) for i in range(one.n)])
-            results.append(result)
+            result = RequestOutput(str(next(self._ids)), prompt, token_ids, [])
             requests.append(
                 self._engine.prepare(result.request_id, token_ids, one, lambda delta, r=result: self._take(r, delta))
             )
+            result.outputs.extend(CompletionOutput(index) for index in range(one.n))
+            results.append(result)
         for request in requests:
             self._engine.add(request)
         total = sum(len(result.outputs) for result in results)
-        with tqdm(total=total, desc="generating", unit="output", disable=not self._progress) as bar:
-            while self._engine.has_work:
-                self._engine.step()
-                bar.update(sum(o.finish_reason is not None for r in results for o in r.outputs) - bar.n)
+        try:
+            with tqdm(total=total, desc="generating", unit="output", disable=not self._progress) as bar:
+                while self._engine.has_work:
+                    self._engine.step()
+                    bar.update(sum(o.finish_reason is not None for r in results for o in r.outputs) - bar.n)
+        except BaseException:
+            # An interrupted batch leaves nothing behind for the next one.
+            for request in requests:
+                self._engine.abort(request.request_id)
+            raise
         return results
 
     def _take(self, result: RequestOutput, delta: OutputDelta) -> None:

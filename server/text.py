@@ -133,7 +133,8 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise ChatError(f"the text has a lone surrogate at character {error.start}: it is not valid Unicode") from None
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    # A batch of one: unlike ``encode`` it lets other threads run meanwhile.
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
 
 
 def _blind_tokenizer(tokenizer_json: str, first: bool) -> tokenizers.Tokenizer:
