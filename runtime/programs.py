@@ -35,8 +35,12 @@ class Program:
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
 
+    def jitted(self) -> Any:
+        """The function under ``jax.jit``, as it is lowered and exported."""
+        return jax.jit(self.function, donate_argnums=self.donated)
+
     def lower(self) -> jax.stages.Lowered:
-        return jax.jit(self.function, donate_argnums=self.donated).lower(*self.arguments)
+        return self.jitted().lower(*self.arguments)
 
 
 def backbone_name(decode_rows: int, prefill_tokens: int) -> str:
