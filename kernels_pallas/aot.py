@@ -7,6 +7,7 @@ a second chip in one process reports success without compiling).
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -25,12 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from precast.kernels_pallas.targets import Target
 
 # a single host of eight devices, where the generation has one
-_TPU_TOPOLOGIES = {
-    "v5e": ("v5e:2x4", {"chips_per_host_bounds": (2, 4, 1)}),
-    "v5p": ("v5p:2x2x2", {}),
-    "v6e": ("v6e:2x4", {"chips_per_host_bounds": (2, 4, 1)}),
-    "tpu7x": ("tpu7x:2x2x1", {}),
-}
+_TOPOLOGIES = {"v5e": "2x4", "v5p": "2x2x2", "v6e": "2x4", "tpu7x": "2x2x1"}
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -85,14 +81,34 @@ def ptx_usage(folder: Path, sm: str) -> tuple[int, int] | None:
     return (registers, spills) if sources else None
 
 
-def topology_devices(target: Target) -> np.ndarray:
-    """Eight devices of a target's chip, described by its compiler: a mesh of them compiles, and runs nothing."""
+def topology_devices(target: Target, topology: str | None = None) -> np.ndarray:
+    """Devices of a target's chip, described by its compiler: a mesh of them compiles, and runs nothing.
+
+    Args:
+      target: of backend "tpu" or "gpu".
+      topology: chips along each axis of a TPU slice ("2x4"), or slices x hosts x GPUs ("1x1x8"); eight devices unless
+        given.
+
+    Raises whatever the compiler's plugin raises for a topology that does not exist or a compiler that is not there.
+    """
     if target.backend == "tpu":
-        name, options = _TPU_TOPOLOGIES[target.tpu.name]
+        topology = topology or _TOPOLOGIES[target.tpu.name]
+        bounds = tuple(map(int, topology.split("x")))
+        # Up to eight chips make one host on the 2D generations; a slice of more is cut into hosts by default.
+        one_host = math.prod(bounds) <= (8 if len(bounds) == 2 else 4)
+        options = {"chips_per_host_bounds": (*bounds, 1)[:3]} if one_host else {}
+        name = f"{target.tpu.topology}:{topology}"
         return np.array(topologies.get_topology_desc(name, platform="tpu", **options).devices)
-    config = resources.files("precast.kernels_pallas").joinpath("gpu_targets", target.gpu.target_config).read_text()
-    description = topologies.get_topology_desc(target.gpu.name, platform="cuda", topology="1x1x8", target_config=config)
+    description = topologies.get_topology_desc(
+        target.gpu.name, platform="cuda", topology=topology or "1x1x8", target_config=gpu_target_config(target)
+    )
     return np.array(description.devices)
+
+
+def gpu_target_config(target: Target) -> str:
+    """XLA's description of a GPU, a text proto."""
+    folder = resources.files("precast.kernels_pallas").joinpath("gpu_targets")
+    return folder.joinpath(target.gpu.target_config).read_text()
 
 
 def compile_sharded(
