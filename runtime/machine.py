@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Collection
 
 import jax
 import numpy as np
@@ -45,7 +46,7 @@ class Machine:
             _known(text, chip, TPU_CHIPS)
             axes = _TPU_AXES[chip]
             if topology.count("x") != axes - 1:
-                raise ValueError(f"target is {text!r}: a slice of {chip} has {axes} axes, such as {'x'.join('2' * axes)}")
+                raise ValueError(f"target is {text!r}: {chip} has {axes} axes, such as {'x'.join('2' * axes)}")
             chips = math.prod(map(int, topology.split("x")))
             return cls(Target("tpu", chip), topology, chips * _TPU_DEVICES_PER_CHIP.get(chip, 1))
         if match := re.fullmatch(r"cuda:([a-z]+\d+)(?:x([1-9]\d{0,3}))?", text):
@@ -53,7 +54,7 @@ class Machine:
             _known(text, chip, GPU_CHIPS)
             hosts, rest = divmod(number, _GPUS_PER_HOST)
             if number > _GPUS_PER_HOST and rest:
-                raise ValueError(f"target is {text!r}: more than {_GPUS_PER_HOST} GPUs must be whole hosts of that many")
+                raise ValueError(f"target is {text!r}: above {_GPUS_PER_HOST} GPUs must be whole hosts")
             topology = f"1x{hosts}x{_GPUS_PER_HOST}" if hosts else f"1x1x{number}"
             return cls(Target("gpu", chip), topology, number)
         raise ValueError(f"target is {text!r}: it must look like {_FORMS}")
@@ -73,7 +74,7 @@ class Machine:
         if self.target.backend == "cpu":
             found = jax.devices("cpu")
             if len(found) < self.num_devices:
-                raise ValueError(f"target is {self}: this process has {len(found)} CPU devices; set jax_num_cpu_devices")
+                raise ValueError(f"target is {self}: this process has {len(found)}; set jax_num_cpu_devices")
             return np.array(found[: self.num_devices])
         try:
             return aot.topology_devices(self.target, self.topology)
@@ -96,6 +97,6 @@ class Machine:
         return int(match[1])
 
 
-def _known(text: str, chip: str, chips: dict[str, object]) -> None:
+def _known(text: str, chip: str, chips: Collection[str]) -> None:
     if chip not in chips:
         raise ValueError(f"target is {text!r}: chip {chip!r} is not one of {', '.join(chips)}")
