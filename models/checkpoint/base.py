@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from precast.models.checkpoint.slices import Index
 from precast.models.config import ModelConfig
 from precast.models.errors import CheckpointError
 from precast.models.families.base import Source
@@ -80,11 +81,17 @@ class Checkpoint(abc.ABC):
         return tuple(param_specs(self.config))
 
     @abc.abstractmethod
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """One parameter in canonical orientation, read when asked for, in the dtype that the file holds.
+
+        Args:
+          name: canonical name.
+          index: one slice a dimension, without steps, of the canonical array; only that part is read.
+            None is all of it.
 
         Raises:
           CheckpointError: the file has changed or cannot be read.
+          ValueError: an index that is not of this form.
         """
 
     @abc.abstractmethod
@@ -129,27 +136,6 @@ def fail_if(where: str, what: str, names: Sequence[str]) -> None:
         shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
         count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
         raise CheckpointError(f"{where}: {count} {what}: {shown}")
-
-
-def assemble(source: Source, canonical: str, fetch: Any) -> np.ndarray:
-    """Brings a parameter into canonical form.
-
-    Args:
-      source: where it lies.
-      canonical: its name.
-      fetch: (tensor name, rows or None) -> array.
-    """
-    stored = source.stored
-    parts = [fetch(name, source.rows) for name in source.names]
-    array = parts[0] if len(parts) == 1 else np.stack(parts)
-    if "{e}" in stored.name and len(parts) == 1:
-        array = array[None]
-    if stored.transposed:
-        array = np.swapaxes(array, -1, -2)
-    if stored.every:
-        first, step = stored.every
-        array = array[..., first::step] if canonical.endswith(".bias") else array[..., first::step, :]
-    return array if stored.convert is None else stored.convert(array)
 
 
 def fingerprint(config: ModelConfig, headers: Mapping[str, Header], files: Iterable[str]) -> str:

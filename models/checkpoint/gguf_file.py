@@ -19,6 +19,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from precast.models.checkpoint.base import Header
+from precast.models.checkpoint.slices import Index
 from precast.models.errors import CheckpointError
 
 _MAGIC = b"GGUF"
@@ -27,6 +28,7 @@ _ALIGNMENT = 32
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _MAX_RANK = 4
+_PLAIN = {"F32": np.float32, "F16": np.float16}
 
 DTYPES = frozenset(
     {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
@@ -64,18 +66,23 @@ class GgufFile:
             raise CheckpointError(f"{path} is damaged or cut short ({error!r}): download it again") from None
         self.headers = {name: tensor.header for name, tensor in self._tensors.items()}
 
-    def fetch(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """One tensor, or some of its rows: F32, F16 and BF16 as they are, quantised ones as float32."""
+    def fetch(self, name: str, index: Index) -> np.ndarray:
+        """Part of one tensor: F32 and F16 as they are, the other types as float32.
+
+        Only the blocks that hold the part are dequantised.
+        """
         tensor = self._tensors[name]
-        shape, dtype = tensor.header.shape, tensor.header.dtype
-        first, last = rows or (0, shape[0])
-        row_bytes = tensor.header.num_bytes // shape[0]
-        data = np.frombuffer(self._map, np.uint8, (last - first) * row_bytes, tensor.offset + first * row_bytes)
-        if dtype in ("F32", "F16"):
-            return data.view(np.float32 if dtype == "F32" else np.float16).reshape(last - first, *shape[1:])
-        blocks = data.reshape(-1, row_bytes // math.prod(shape[1:-1]))
-        values = dequantize(blocks, GGMLQuantizationType[dtype])
-        return values.reshape(last - first, *shape[1:])
+        shape, dtype = tensor.header.shape, GGMLQuantizationType[tensor.header.dtype]
+        data = np.frombuffer(self._map, np.uint8, tensor.header.num_bytes, tensor.offset)
+        if dtype.name in _PLAIN:
+            return data.view(_PLAIN[dtype.name]).reshape(shape)[index]
+        block, block_bytes = GGML_QUANT_SIZES[dtype]
+        columns = index[-1]
+        first, last = columns.start // block, -(-columns.stop // block)
+        blocks = data.reshape(*shape[:-1], shape[-1] // block, block_bytes)[(*index[:-1], slice(first, last))]
+        values = dequantize(blocks.reshape(-1, (last - first) * block_bytes), dtype)
+        values = values.reshape(*blocks.shape[:-2], (last - first) * block)
+        return values[..., columns.start - first * block : columns.stop - first * block]
 
     def _parse(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
         (version,) = self._scalars("I")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from collections import Counter
@@ -12,13 +11,15 @@ from typing import final
 import numpy as np
 
 from precast.models.checkpoint import gguf_config
-from precast.models.checkpoint.base import Checkpoint, Header, account, assemble, fail_if, fingerprint
+from precast.models.checkpoint.base import Checkpoint, Header, account, fail_if, fingerprint
 from precast.models.checkpoint.gguf_file import DTYPES, GgufFile
 from precast.models.checkpoint.gguf_text import read_text
+from precast.models.checkpoint.slices import Index, assemble, resolve
 from precast.models.config import ModelConfig, RopeConfig
 from precast.models.errors import CheckpointError
 from precast.models.families import names, read_config
 from precast.models.families.base import GgufNames, Source
+from precast.models.params import param_specs
 from precast.models.rope import halves_first
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -42,21 +43,22 @@ class GgufCheckpoint(Checkpoint):
         raw = gguf_config.as_config(metadata, self._headers, gguf, architecture, path)
         _, config = read_config(raw, path)
         self.config = dataclasses.replace(config, dtype=self._dtype(), rope=self._rope(config))
-        located = names.sources(self.config, {**names.GGUF, **gguf.tensors})
-        self._sources = {name: self._restored(name, source, gguf) for name, source in located.items()}
+        self._specs = param_specs(self.config)
+        self._sources = names.sources(self.config, {**names.GGUF, **gguf.tensors})
         self._skipped = (*family.skipped, re.escape(_ROPE_DIVISORS))
         self.fingerprint = fingerprint(self.config, self._headers, [file.path for file in self._files])
         self.check()
+        self._sources = {name: self._restored(name, source, gguf) for name, source in self._sources.items()}
         self.text = read_text(metadata, raw, path)
 
-    def read(self, name: str) -> np.ndarray:
-        return assemble(self._sources[name], name, self._fetch)
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        return assemble(self._sources[name], name, resolve(index, self._specs[name].shape, name), self._fetch)
 
     def check(self) -> None:
         account(self.path, self._headers, self._sources, DTYPES, self._skipped)
 
-    def _fetch(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        return self._file_of[name].fetch(name, rows)
+    def _fetch(self, name: str, index: Index) -> np.ndarray:
+        return self._file_of[name].fetch(name, index)
 
     def _dtype(self) -> str:
         """The type of most of the weights; bfloat16 stands in for quantised ones."""
@@ -73,7 +75,7 @@ class GgufCheckpoint(Checkpoint):
             raise CheckpointError(
                 f"{self.path}: {_ROPE_DIVISORS} is {header.dtype} {list(header.shape)}: it must be F32 {list(needed)}"
             )
-        divisors = tuple(float(value) for value in self._fetch(_ROPE_DIVISORS))
+        divisors = tuple(float(value) for value in self._fetch(_ROPE_DIVISORS, resolve(None, needed, _ROPE_DIVISORS)))
         if not all(np.isfinite(divisor) and divisor > 0 for divisor in divisors):
             raise CheckpointError(f"{self.path}: {_ROPE_DIVISORS} has values that are not above 0")
         return dataclasses.replace(config.rope, divisors=divisors)
@@ -85,8 +87,8 @@ class GgufCheckpoint(Checkpoint):
             return source
         heads = self.config.num_heads if match.group(1) == "q" else self.config.num_kv_heads
         turning = self.config.rotary_dim(self.config.rope)
-        convert = functools.partial(halves_first, num_heads=heads, first=0, dim=turning)
-        return dataclasses.replace(source, stored=dataclasses.replace(source.stored, convert=convert))
+        order = halves_first(np.arange(source.shape[0]), heads, 0, turning)
+        return dataclasses.replace(source, order=order)
 
 
 def _open_all(path: str) -> list[GgufFile]:

@@ -12,14 +12,16 @@ from typing import Any, final
 import numpy as np
 
 from precast.models.checkpoint import mxfp4
-from precast.models.checkpoint.base import Checkpoint, account, assemble, fingerprint, load_json
+from precast.models.checkpoint.base import Checkpoint, account, fingerprint, load_json
 from precast.models.checkpoint.huggingface_text import read_text
 from precast.models.checkpoint.shards import Shards
+from precast.models.checkpoint.slices import Index, assemble, resolve
 from precast.models.config import ModelConfig
 from precast.models.errors import CheckpointError
 from precast.models.families import FAMILIES, names, read_config
 from precast.models.families.base import Template
 from precast.models.families.keys import flatten_text_config
+from precast.models.params import param_specs
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         head, embedding = (names.tensor_name(templates[name]) for name in ("head.weight", "embed.weight"))
         tied = self._is_tied(config, head, embedding, "tie_word_embeddings" in flatten_text_config(raw, self._where))
         self.config = dataclasses.replace(config, dtype=self._dtype(), tie_embeddings=tied)
+        self._specs = param_specs(self.config)
         self._sources = names.sources(self.config, templates)
         if tied:
             self._skipped = (*self._skipped, re.escape(head))
@@ -53,16 +56,16 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.check()
         self.text = read_text(path, raw, config.vocab_size)
 
-    def read(self, name: str) -> np.ndarray:
-        return assemble(self._sources[name], name, self._fetch)
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        return assemble(self._sources[name], name, resolve(index, self._specs[name].shape, name), self._fetch)
 
     def check(self) -> None:
         account(self.path, self._headers, self._sources, DTYPES, self._skipped)
 
-    def _fetch(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+    def _fetch(self, name: str, index: Index) -> np.ndarray:
         if name in self._shards.headers:
-            return self._shards.fetch(name, rows)
-        return mxfp4.unpack(name, self._shards.fetch)
+            return self._shards.fetch(name, index)
+        return mxfp4.unpack(name, index, self._shards.fetch)
 
     def _prefixed(self, templates: dict[str, Template]) -> dict[str, Template]:
         """The templates with the prefix that the text part of a composite model has."""
@@ -98,11 +101,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         one, other = self._headers[first], self._headers[second]
         if one != other:
             return False
-        starts = range(0, one.shape[0], _COMPARED_ROWS)
-        windows = [(start, min(start + _COMPARED_ROWS, one.shape[0])) for start in starts]
-        return all(
-            np.array_equal(self._shards.fetch(first, rows), self._shards.fetch(second, rows)) for rows in windows
-        )
+        windows = [
+            resolve((slice(start, min(start + _COMPARED_ROWS, one.shape[0])), slice(None)), one.shape, first)
+            for start in range(0, one.shape[0], _COMPARED_ROWS)
+        ]
+        return all(np.array_equal(self._shards.fetch(first, at), self._shards.fetch(second, at)) for at in windows)
 
 
 def _refuse_remote_code(raw: dict[str, Any], where: str) -> None:

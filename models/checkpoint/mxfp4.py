@@ -7,12 +7,13 @@ same checkpoints is ``x [experts, in, out]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
 
 from precast.models.checkpoint.base import Header
+from precast.models.checkpoint.slices import Fetch, Index, extent
 from precast.models.errors import CheckpointError
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -38,14 +39,16 @@ def unpacked_headers(headers: Mapping[str, Header], where: str) -> dict[str, Hea
     return plain
 
 
-def unpack(name: str, fetch: Callable[[str], np.ndarray]) -> np.ndarray:
-    """``[experts, in, out]`` bfloat16, which holds every MXFP4 value exactly."""
-    blocks, scales = fetch(name + _BLOCKS), fetch(name + _SCALES)
-    experts, out, groups, _ = blocks.shape
-    array = np.empty((experts, groups * _BLOCK, out), ml_dtypes.bfloat16)
-    for expert in range(experts):
-        pairs = np.stack([blocks[expert] & 0xF, blocks[expert] >> 4], axis=-1)
-        exponents = scales[expert].astype(np.int32)[..., None, None] - _EXPONENT_BIAS
-        values = np.ldexp(_VALUES[pairs], exponents)
-        array[expert] = values.reshape(out, groups * _BLOCK).T
+def unpack(name: str, index: Index, fetch: Fetch) -> np.ndarray:
+    """Part of ``[experts, in, out]`` as bfloat16, which holds every MXFP4 value exactly; one expert at a time."""
+    experts, into, out = index
+    groups = slice(into.start // _BLOCK, -(-into.stop // _BLOCK), 1)
+    columns = slice(into.start - groups.start * _BLOCK, into.stop - groups.start * _BLOCK, into.step)
+    array = np.empty(extent(index), ml_dtypes.bfloat16)
+    for number, expert in enumerate(range(experts.start, experts.stop)):
+        part = (slice(expert, expert + 1, 1), out, groups)
+        blocks, scales = fetch(name + _BLOCKS, (*part, slice(0, _BLOCK // 2, 1)))[0], fetch(name + _SCALES, part)[0]
+        pairs = np.stack([blocks & 0xF, blocks >> 4], axis=-1)
+        values = np.ldexp(_VALUES[pairs], scales.astype(np.int32)[..., None, None] - _EXPONENT_BIAS)
+        array[number] = values.reshape(len(values), -1)[:, columns].T
     return array

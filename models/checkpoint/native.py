@@ -1,5 +1,7 @@
 """The project's own checkpoints: orbax arrays in canonical form, one orbax item a layer.
 
+Parts of arrays are read through tensorstore, which orbax stores them with; whole shardings through orbax.
+
 A directory holds ``precast.json`` (config, text, shapes, and the list of all other files with their sizes)
 and ``weights/<group>`` for each group of parameters.  ``precast.json`` is written last: a save that was cut
 short has none and is no checkpoint.
@@ -10,15 +12,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from precast.models.checkpoint.base import Checkpoint, Header, TextAssets, fail_if, fingerprint, load_json
+from precast.models.checkpoint.slices import Index, resolve
 from precast.models.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from precast.models.errors import CheckpointError
 from precast.models.params import param_specs
@@ -26,6 +29,8 @@ from precast.models.params import param_specs
 MANIFEST = "precast.json"
 _FORMAT = 1
 _WEIGHTS = "weights"
+# What is read and unpacked at a time: small beside a device's part of a large array.
+_CHUNK_BYTES = 4 << 20
 
 
 def save(checkpoint: Checkpoint, directory: str, on_array: Callable[[], Any] = lambda: None) -> None:
@@ -47,7 +52,8 @@ def save(checkpoint: Checkpoint, directory: str, on_array: Callable[[], Any] = l
                 arrays[name] = np.array(checkpoint.read(name))
                 headers[name] = {"shape": arrays[name].shape, "dtype": str(arrays[name].dtype)}
                 on_array()
-            writer.save(os.path.join(directory, _WEIGHTS, group), args=ocp.args.PyTreeSave(arrays))
+            chunks = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
+            writer.save(os.path.join(directory, _WEIGHTS, group), args=ocp.args.PyTreeSave(arrays, chunks))
     content = {
         "format": _FORMAT,
         "name": checkpoint.name,
@@ -87,20 +93,21 @@ class NativeCheckpoint(Checkpoint):
             raise CheckpointError(f"{manifest} is damaged ({error!r}): convert again") from None
         self._group_of = {name: group for group, names in _groups(self.config).items() for name in names}
         self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        self._lock = threading.Lock()
-        self._held: tuple[str, dict[str, np.ndarray]] = ("", {})
         self.fingerprint = fingerprint(self.config, self._headers, [manifest])
         self.check()
 
-    def read(self, name: str) -> np.ndarray:
-        with self._lock:
-            group = self._group_of[name]
-            if self._held[0] != group:
-                members = [other for other, of in self._group_of.items() if of == group]
-                self._held = ("", {})
-                arguments = {other: ocp.RestoreArgs(restore_type=np.ndarray) for other in members}
-                self._held = (group, self._restore(group, arguments))
-            return self._held[1][name]
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        index = resolve(index, self._headers[name].shape, name)
+        group = os.path.join(self.path, _WEIGHTS, self._group_of[name])
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "ocdbt", "base": f"file://{group}/", "path": f"{name}/"},
+            "fill_missing_data_reads": False,
+        }
+        try:
+            return tensorstore.open(spec, read=True).result()[index].read().result()
+        except (ValueError, OSError) as error:
+            raise self._unreadable(name, error) from None
 
     def restore(self, shardings: Mapping[str, jax.sharding.Sharding]) -> dict[str, jax.Array]:
         """Reads the named parameters, each device only what it holds under the given sharding."""
@@ -131,8 +138,10 @@ class NativeCheckpoint(Checkpoint):
                 ),
             )
         except (ValueError, OSError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(f"{self.path}: {group} cannot be read: {reason}: convert again") from None
+            raise self._unreadable(group, error) from None
+
+    def _unreadable(self, what: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what} cannot be read: {str(error).splitlines()[0]}: convert again")
 
 
 def _groups(config: ModelConfig) -> dict[str, list[str]]:

@@ -1,27 +1,34 @@
-"""The safetensors files of a Hugging Face directory: which there are, and what each holds."""
+"""The safetensors files of a Hugging Face directory: which there are, and what each holds.
+
+The library checks a file's header; what is read then goes straight into an array of its own.  The library
+maps files, so that all that was ever read stays in the process's memory, and copies a tensor twice.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import logging
+import math
 import os
-import threading
-from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from precast.models.checkpoint.base import Header, fail_if, load_json
+from precast.models.checkpoint.slices import Index, extent
 from precast.models.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "U8": np.uint8}
 
 
 class Shards:
-    """All tensors of a directory, by name.  Opening reads the files' headers; ``fetch`` reads one tensor.
+    """All tensors of a directory, by name.  Opening reads the files' headers; ``fetch`` reads from one tensor.
 
     Where there is an index it is authoritative: each tensor comes from the file that it names.
 
@@ -35,23 +42,32 @@ class Shards:
         self._assigned = _index(directory)
         names = sorted(set(self._assigned.values())) if self._assigned is not None else [_single(directory)]
         self.files = [os.path.join(directory, name) for name in names]
-        self._open: dict[str, Any] = {}
-        self._lock = threading.Lock()
         self.headers: dict[str, Header] = {}
         self._file_of: dict[str, str] = {}
+        self._offsets: dict[str, int] = {}
         fail_if(directory, "in the index but their files are absent", self._absent())
         for file in self.files:
             self._open_file(file)
         self._match_index()
 
-    def fetch(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """One tensor, or some of its rows, in the dtype that the file holds."""
+    def fetch(self, name: str, index: Index) -> np.ndarray:
+        """Part of one tensor, in the dtype that the file holds; no more than that is read."""
+        header, file, offset = self.headers[name], self._file_of[name], self._offsets[name]
+        if header.dtype not in _TYPES:
+            raise CheckpointError(f"{file}: {name} is {header.dtype}: only {', '.join(_TYPES)} are implemented")
+        dtype = np.dtype(_TYPES[header.dtype])
         try:
-            with self._lock:
-                view = self._open[self._file_of[name]].get_slice(name)
-                return view[slice(*rows)] if rows else view[:]
-        except (SafetensorError, OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{self._file_of[name]}: {name} cannot be read: {error}") from None
+            with open(file, "rb", buffering=0) as opened:
+                if os.fstat(opened.fileno()).st_size < offset + header.num_bytes:
+                    raise OSError("the file has become shorter")
+                start = _start_of_run(index, header.shape)
+                if start is None:
+                    return np.array(np.memmap(opened, dtype, "r", offset, header.shape)[index])
+                array = np.empty(extent(index), dtype)
+                _read_into(array, opened, offset + start * dtype.itemsize)
+                return array
+        except OSError as error:
+            raise CheckpointError(f"{file}: {name} cannot be read: {error}") from None
 
     def _absent(self) -> list[str]:
         missing = [file for file in self.files if not os.path.exists(file)]
@@ -63,17 +79,18 @@ class Shards:
     def _open_file(self, file: str) -> None:
         _refuse_pointer(file)
         try:
-            opened = safe_open(file, framework="numpy")
-            names = opened.keys()
-            slices = {name: opened.get_slice(name) for name in names}
+            with safe_open(file, framework="numpy"), open(file, "rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                tensors = json.loads(opened.read(size))
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{file} is not a complete safetensors file ({error}): download it again") from None
-        fail_if(file, "in two files", [name for name in names if name in self.headers])
-        for name, view in slices.items():
-            shape, dtype = tuple(view.get_shape()), view.get_dtype()
-            self.headers[name] = Header(shape, dtype, int(np.prod(shape, dtype=np.int64)) * _ITEM_BYTES.get(dtype, 1))
+        tensors.pop("__metadata__", None)
+        fail_if(file, "in two files", [name for name in tensors if name in self.headers])
+        for name, tensor in tensors.items():
+            start, stop = tensor["data_offsets"]
+            self.headers[name] = Header(tuple(tensor["shape"]), tensor["dtype"], stop - start)
             self._file_of[name] = file
-        self._open[file] = opened
+            self._offsets[name] = 8 + size + start
 
     def _match_index(self) -> None:
         if self._assigned is None:
@@ -89,6 +106,25 @@ class Shards:
             if self._assigned.get(name) != os.path.basename(file)
         ]
         fail_if(self.directory, "in a file that the index does not name for them", wrong)
+
+
+def _start_of_run(index: Index, shape: tuple[int, ...]) -> int | None:
+    """The element at which ``index`` begins, where what it selects lies in one run; None where it does not."""
+    sizes = extent(index)
+    cut = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
+    if cut and (math.prod(sizes[: cut[-1]]) > 1 or index[cut[-1]].step != 1):
+        return None
+    return sum(part.start * math.prod(shape[axis + 1 :]) for axis, part in enumerate(index))
+
+
+def _read_into(array: np.ndarray, file: io.FileIO, offset: int) -> None:
+    """Fills ``array`` from ``offset`` bytes into the file; a single call reads less than 2 GiB."""
+    rest = array.reshape(-1).view(np.uint8).data
+    while rest:
+        count = os.preadv(file.fileno(), [rest], offset)
+        if not count:
+            raise OSError("the file has become shorter")
+        rest, offset = rest[count:], offset + count
 
 
 def _index(directory: str) -> dict[str, str] | None:

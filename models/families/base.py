@@ -23,14 +23,12 @@ class Stored:
       transposed: the last two dimensions are swapped in the file.
       every: (first, step) of the parameter's indices along its output dimension, for tensors in which
         two parameters alternate.
-      convert: last step, from the file's values to ours; keeps the shape.
     """
 
     name: str
     fused: tuple[str, ...] = ()
     transposed: bool = False
     every: tuple[int, int] | None = None
-    convert: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 Template = str | Stored
@@ -45,12 +43,14 @@ class Source:
       shape: what each of those tensors must have in the file.
       rows: (start, stop) of the parameter's rows, when it shares the tensor with others.
       stored: what else to do with them.
+      order: for each row of the parameter the row that holds it, where a file has them in another order.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     rows: tuple[int, int] | None
     stored: Stored
+    order: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,15 +59,16 @@ def test_same_logits_as_safetensors(tmp_path):
     np.testing.assert_array_equal(logits(open_checkpoint(path)), logits(reference))
 
 
-@pytest.mark.parametrize("kind", [KINDS.Q4_K, KINDS.Q5_K, KINDS.Q6_K])
+@pytest.mark.parametrize("kind", [KINDS.Q2_K, KINDS.Q3_K, KINDS.Q4_K, KINDS.Q5_K, KINDS.Q6_K])
 def test_k_quants_are_read_through_the_library(tmp_path, kind):
     """The library cannot write these, so blocks of random bits are read and compared with its dequantisation."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.random.default_rng(3).integers(0, 256, (tiny.VOCAB, block_bytes), dtype=np.uint8)
+    raw = np.random.default_rng(3).integers(0, 256, (tiny.VOCAB, 2 * block_bytes), dtype=np.uint8)
     # Where a block's half-precision scales lie in one kind or another, so that they are ordinary numbers.
-    for scale in (slice(0, 2), slice(2, 4), slice(-2, None)):
-        raw[:, scale] = np.array([0.01], np.float16).view(np.uint8)
+    for scale in (slice(0, 2), slice(2, 4), slice(-4, -2), slice(-2, None)):
+        raw.reshape(-1, block_bytes)[:, scale] = np.array([0.01], np.float16).view(np.uint8)
     expected = gguf.quants.dequantize(raw, kind)
+    assert np.isfinite(expected).all()
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_tensor("token_embd.weight", raw, raw_dtype=kind)
     writer.write_header_to_file()
@@ -75,9 +76,10 @@ def test_k_quants_are_read_through_the_library(tmp_path, kind):
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(str(tmp_path / "a.gguf"))
-    assert file.headers["token_embd.weight"].shape == (tiny.VOCAB, block)
-    np.testing.assert_array_equal(file.fetch("token_embd.weight"), expected)
-    np.testing.assert_array_equal(file.fetch("token_embd.weight", (3, 7)), expected[3:7])
+    assert file.headers["token_embd.weight"].shape == expected.shape == (tiny.VOCAB, 2 * block)
+    for part in ((0, tiny.VOCAB, 0, 2 * block), (3, 7, 0, 2 * block), (5, 6, block, 2 * block), (2, 9, 100, block + 3)):
+        index = (slice(part[0], part[1], 1), slice(part[2], part[3], 1))
+        np.testing.assert_array_equal(file.fetch("token_embd.weight", index), expected[index])
 
 
 @pytest.mark.parametrize("alignment", [32, 64])
