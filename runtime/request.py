@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -33,7 +35,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Options of one request.
+    """Options of one request.  NumPy scalars and arrays become Python's.
 
     Attributes:
       n: output sequences; sequence i is sampled with ``seed + i``.
@@ -78,6 +80,12 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic | np.ndarray):
+                object.__setattr__(self, field.name, value.tolist())
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -102,6 +110,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _instance(name, getattr(self, name), bool, "True or False")
 
     def _validate_lengths(self) -> None:
         _integer("min_tokens", self.min_tokens, 0, None)
@@ -111,23 +121,28 @@ class SamplingParams:
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError("max_tokens is 0: it must be at least 1 unless prompt_logprobs is set")
         if self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}: it must be at most max_tokens, {self.max_tokens}")
+            raise RequestError(
+                f"min_tokens is {shown(self.min_tokens)}: it must be at most max_tokens, {shown(self.max_tokens)}"
+            )
 
     def _validate_stops(self, vocab_size: int) -> None:
+        _instance("stop", "" if self.stop is None else self.stop, str | list | tuple, "a string or a list of strings")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(stops)} strings: the limit is {MAX_STOP_STRINGS}")
         for text in stops:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop contains {_shown(text)}: each must be a string that is not empty")
-        ids = self.stop_token_ids or ()
+                raise RequestError(f"stop contains {shown(text)}: each must be a string that is not empty")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        _instance("stop_token_ids", ids, list | tuple, "a list of token ids")
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(f"stop_token_ids has {len(ids)} ids: the limit is {MAX_STOP_TOKEN_IDS}")
         for token_id in ids:
             check_token_id("stop_token_ids", token_id, vocab_size)
 
     def _validate_logit_bias(self, vocab_size: int) -> None:
-        bias = self.logit_bias or {}
+        bias = {} if self.logit_bias is None else self.logit_bias
+        _instance("logit_bias", bias, Mapping, "a dictionary of token ids and numbers")
         if len(bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias has {len(bias)} entries: the limit is {MAX_LOGIT_BIAS}")
         for token_id, value in bias.items():
@@ -175,14 +190,15 @@ class OutputDelta:
 def check_token_id(field: str, token_id: Any, vocab_size: int) -> None:
     """Raises RequestError unless token_id is an integer in [0, vocab_size)."""
     if not _is_integer(token_id) or not 0 <= token_id < vocab_size:
-        raise RequestError(f"{field} contains {_shown(token_id)}: ids must be integers from 0 to {vocab_size - 1}")
+        raise RequestError(f"{field} contains {shown(token_id)}: ids must be integers from 0 to {vocab_size - 1}")
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value for an error message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 64 else text[:61] + "..."
 
@@ -190,13 +206,16 @@ def _shown(value: Any) -> str:
 def _integer(field: str, value: Any, low: int, high: int | None) -> None:
     if not _is_integer(value) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{field} is {_shown(value)}: it must be an integer {limit}")
+        raise RequestError(f"{field} is {shown(value)}: it must be an integer {limit}")
+
+
+def _instance(field: str, value: Any, kind: Any, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise RequestError(f"{field} is {shown(value)}: it must be {wanted}")
 
 
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    if good:
-        good = (value > low if low_open else value >= low) and value <= high
-    if not good:
+    good = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not good or not low <= value <= high or (low_open and value == low):  # no comparison with NaN holds
         interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
-        raise RequestError(f"{field} is {_shown(value)}: it must be a number in {interval}")
+        raise RequestError(f"{field} is {shown(value)}: it must be a number in {interval}")

@@ -13,6 +13,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from precast.runtime.request import shown
+
 
 class ChatError(ValueError):
     """Messages that cannot become a prompt: the text says why."""
@@ -36,20 +38,36 @@ class ChatTemplate:
         """The prompt's text for ``messages``.
 
         Args:
-          messages: mappings with ``role`` and ``content``: a string or a list of text parts.
+          messages: mappings with ``role`` and ``content``: a string or a list of text parts, or None in what an
+            assistant said.
           options: ``tools``, ``documents``, ``add_generation_prompt`` (true unless given) and
             whatever else this template reads.
 
         Raises:
-          ChatError: no messages, a part that is not text, or the template refuses them.
+          ChatError: no messages, a role or content of a wrong type, or the template refuses them.
         """
-        if not messages:
-            raise ChatError("messages is empty: a chat needs at least one")
+        check_messages(messages)
         variables = {**self._variables, "add_generation_prompt": True, "tools": None, "documents": None, **options}
         try:
             return self._template.render(messages=[_with_flat_content(message) for message in messages], **variables)
         except (jinja2.TemplateError, TypeError) as error:
             raise ChatError(f"the chat template refuses these messages: {error}") from error
+
+
+def check_messages(messages: Any) -> None:
+    """Raises ChatError unless ``messages`` is a list of mappings with ``role`` and ``content``."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise ChatError(f"messages is {shown(messages)}: it must be a list of dictionaries")
+    if not messages:
+        raise ChatError("messages is empty: a chat needs at least one")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ChatError(f"messages[{number}] is {shown(message)}: it must be a dictionary with a role and content")
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message["role"] == "assistant"):
+            raise ChatError(
+                f"messages[{number}] has the content {shown(content)}: it must be a string or a list of text parts"
+            )
 
 
 def _with_flat_content(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from precast.models.checkpoint import open_checkpoint
 from precast.runtime.config import EngineConfig
 from precast.runtime.loading import load_engine
-from precast.runtime.request import OutputDelta, SamplingParams, TokenLogprobs
+from precast.runtime.request import OutputDelta, RequestError, SamplingParams, TokenLogprobs, shown
 from precast.server import demo, environment
 from precast.server.bundle import TokenizerBundle
 from precast.server.text import TextEncoder
@@ -83,43 +84,57 @@ class LLM:
         self._ids = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts.
 
         Args:
-          prompts: one or several; a string, or ``{"prompt_token_ids": [...]}``, or ``{"prompt": "..."}``.
-          params: one for all, or one a prompt; None takes the defaults.
+          prompts: one or several; a string, or ``{"prompt_token_ids": [...]}`` (integers, NumPy's too), or
+            ``{"prompt": "..."}``.
+          sampling_params: one for all, or one a prompt; None takes the defaults.
 
         Returns:
           One result a prompt, in order.
 
         Raises:
-          RequestError: a prompt or an option is out of its limits; nothing has run then.
+          RequestError: a prompt or an option is of a wrong type or out of its limits; nothing has run then.
         """
-        several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run([self._encode(prompt) for prompt in several], params)
+        several = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        if not isinstance(several, Iterable):
+            raise RequestError(f"prompts is {shown(prompts)}: it must be a prompt or a list of prompts")
+        return self._run([self._encode(prompt) for prompt in several], sampling_params)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or several; template_options go to the chat template (tools, documents, …)."""
         text = self._require_text()
-        several: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        is_several = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
+        several: Any = messages if is_several else [messages]
         template_options = {"add_generation_prompt": True, **template_options}
         encoded = []
         for conversation in several:
             rendered = text.render_chat(conversation, **template_options)
+            text.check_length(rendered, self._engine.shapes.max_model_len)
             encoded.append((rendered, text.encode_chat(conversation, **template_options)))
-        return self._run(encoded, params)
+        return self._run(encoded, sampling_params)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-        text: str = prompt if isinstance(prompt, str) else prompt["prompt"]
+        fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        if isinstance(token_ids, Sequence | np.ndarray) and not isinstance(token_ids, str):
+            return text, [one.item() if isinstance(one, np.integer) else one for one in token_ids]
+        if token_ids is not None or not isinstance(text, str):
+            raise RequestError(
+                f"prompt is {shown(prompt)}: it must be a string, "
+                '{"prompt": a string} or {"prompt_token_ids": a list of integers}'
+            )
+        self._require_text().check_length(text, self._engine.shapes.max_model_len)
         return text, self._require_text().encode_prompt(text)
 
     def _require_text(self) -> TextEncoder:
@@ -135,9 +150,11 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(encoded)
         else:
-            each = list(params)
+            each = params
+        if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+            raise RequestError(f"sampling_params is {shown(params)}: it must be SamplingParams, or a list of them")
         if len(each) != len(encoded):
-            raise ValueError(f"params has {len(each)} entries: there are {len(encoded)} prompts")
+            raise RequestError(f"sampling_params has {len(each)} entries: there are {len(encoded)} prompts")
         requests, results = [], []
         for (prompt, token_ids), one in zip(encoded, each, strict=True):
             result = RequestOutput(str(next(self._ids)), prompt, token_ids, [])

@@ -8,6 +8,7 @@ it never becomes the token.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ from typing import Any
 
 import tokenizers
 
+from precast.runtime.request import RequestError
 from precast.server.bundle import TokenizerBundle
-from precast.server.chat_template import ChatError, ChatTemplate
+from precast.server.chat_template import ChatError, ChatTemplate, check_messages
 
 _UNTRUSTED_ROLES = ("user", "tool")
 _PRIVATE_USE = range(0xE000, 0xF900)
@@ -41,6 +43,18 @@ class TextEncoder:
         self._add_bos = bool(bundle.tokenizer_config.get("add_bos_token"))
         self._template: ChatTemplate | None = None
 
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuses, before the work of tokenising it, a text of more bytes than ``max_tokens`` tokens ever have.
+
+        Raises RequestError with both numbers.
+        """
+        size = len(text.encode(errors="surrogatepass"))
+        if size > max_tokens and size > (limit := max_tokens * self._max_token_bytes):
+            raise RequestError(
+                f"prompt has {size} bytes: the limit is {limit}, max_model_len {max_tokens} tokens "
+                f"of at most {self._max_token_bytes} bytes each"
+            )
+
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a raw prompt, with one begin token at the most."""
         ids = _encode(self.tokenizer, text)
@@ -55,12 +69,17 @@ class TextEncoder:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a chat; arguments and errors as ``ChatTemplate.render``."""
+        check_messages(messages)
         added = self.tokenizer.get_added_tokens_decoder().values()
         marks = _Marks([token.content for token in added if token.special], messages)
         text = self.render_chat(marks.hide(messages), **options)
         if not marks.used:
             return _encode(self.tokenizer, text)
         return self._encode_around_specials(text, marks)
+
+    @functools.cached_property
+    def _max_token_bytes(self) -> int:
+        return max(len(token.encode()) for token in self.tokenizer.get_vocab())
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
