@@ -87,7 +87,7 @@ class Checkpoint(abc.ABC):
         Args:
           name: canonical name.
           index: one slice a dimension, without steps, of the canonical array; only that part is read.
-            None is all of it.
+            A run may be empty; None is all of the array.
 
         Raises:
           CheckpointError: the file has changed or cannot be read.

@@ -17,7 +17,7 @@ def resolve(index: Index | None, shape: tuple[int, ...], name: str) -> Index:
     """``index`` with its starts and stops spelled out; None is all of the array.
 
     Raises:
-      ValueError: not one slice a dimension, or a slice that is not a run of at least one within the array.
+      ValueError: not one slice a dimension, or a slice that is not a run within the array.
     """
     index = (slice(None),) * len(shape) if index is None else tuple(index)
     if len(index) != len(shape):
@@ -27,8 +27,8 @@ def resolve(index: Index | None, shape: tuple[int, ...], name: str) -> Index:
 
 def _run(part: slice, size: int, name: str) -> slice:
     start, stop = part.start or 0, size if part.stop is None else part.stop
-    if not 0 <= start < stop <= size or part.step not in (None, 1):
-        raise ValueError(f"{name}: {part} of {size}: an index must be a run of at least one, without steps")
+    if not 0 <= start <= stop <= size or part.step not in (None, 1):
+        raise ValueError(f"{name}: {part} of {size}: an index must be a run within the array, without steps")
     return slice(start, stop, 1)
 
 
@@ -46,8 +46,11 @@ def assemble(source: Source, name: str, index: Index, fetch: Fetch) -> np.ndarra
       index: resolved, over the canonical array.
       fetch: reads from a tensor; its slices may have a step.
     """
-    stored = source.stored
-    if "{e}" not in stored.name:
+    sizes = extent(index)
+    if 0 in sizes:
+        # Of an empty part only the dtype is asked.
+        return np.empty(sizes, assemble(source, name, (slice(0, 1, 1),) * len(sizes), fetch).dtype)
+    if "{e}" not in source.stored.name:
         return _part(source, name, source.names[0], index, fetch)
     tensors = source.names[index[0]]
     first = _part(source, name, tensors[0], index[1:], fetch)
