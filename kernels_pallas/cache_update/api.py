@@ -26,8 +26,8 @@ def cache_update(
     """Write ``q`` new tokens a row into the row's pages.
 
     Token ``i`` of a row goes to position ``q_starts[row] + i`` when that is below ``context_lens[row]`` and is dropped
-    otherwise, so a row with context 0 writes nothing.  No two rows may write to one page.  ``pages`` and ``scales`` are
-    updated in place when the caller donates them.
+    otherwise, so a row with context 0 writes nothing.  No two rows may write to one page; several may write to pages of
+    one sequence.  ``pages`` and ``scales`` are updated in place when the caller donates them.
 
     Args:
         pages: ``[pages, page_size, lanes]`` as ``layout`` describes.

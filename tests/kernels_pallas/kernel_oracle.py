@@ -34,6 +34,8 @@ class Case:
     kv_block: int | None = None
     q_block: int | None = None
     splits: int | None = None
+    # updates only: the rows are the pages of one sequence after its first, ``q`` a page, and a row that writes nothing
+    by_page: bool = False
     seed: int = 0
 
     def __str__(self):
@@ -219,6 +221,8 @@ UPDATES = [
     Case(q=40, contexts=(40, 100, 0, 65), q_starts=(0, 60, 0, 30), page_size=8),
     *(Case(q=5, kv_dtype=d, contexts=(5, 33, 0, 64), page_size=32) for d in ("int8", "float8_e4m3fn", "float32")),
     Case(q=2, heads=4, kv_heads=1, head_dim=192, value_dim=192, contexts=(2, 33)),
+    Case(q=16, contexts=(70,), by_page=True),
+    Case(q=32, page_size=32, kv_dtype="int8", contexts=(70,), by_page=True),
 ]
 
 
@@ -226,7 +230,12 @@ def make_update(case: Case) -> dict[str, jax.Array | None]:
     """The arguments of ``cache_update`` for the inputs of a case and random new tokens."""
     names = ("pages", "page_table", "context_lens", "q_starts", "scales")
     arrays = {name: array for name, array in make_inputs(case).arrays().items() if name in names}
+    if case.by_page:
+        starts = np.arange(case.page_size, case.contexts[0], case.page_size)
+        arrays["page_table"] = jnp.repeat(arrays["page_table"], len(starts) + 1, axis=0)
+        arrays["q_starts"] = jnp.asarray([*starts, 0], jnp.int32)
+        arrays["context_lens"] = jnp.asarray([*np.full_like(starts, case.contexts[0]), 0], jnp.int32)
     rng = np.random.default_rng(case.seed + 1)
-    shape = (len(case.contexts), case.q, case.kv_heads, case.head_dim)
+    shape = (len(arrays["q_starts"]), case.q, case.kv_heads, case.head_dim)
     keys, values = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
     return arrays | {"keys": keys, "values": None if case.value_dim else values}

@@ -71,14 +71,16 @@ def test_signature_names_what_does_not_fit():
         Target("tpu", "cpu")
 
 
-def expected_update(case, inputs, keys, values):
+def expected_update(case, inputs, arguments):
     """One token at a time, in NumPy; float64 [pages, page_size, kv_heads, dim] of both sides."""
     real_keys, real_values = inputs.keys.copy(), inputs.values.copy()
-    for row, context in enumerate(case.contexts):
+    keys, values = arguments["keys"], arguments["values"]
+    starts, table = np.asarray(arguments["q_starts"]), np.asarray(arguments["page_table"])
+    for row, context in enumerate(np.asarray(arguments["context_lens"])):
         for i in range(case.q):
-            at = inputs.q_starts[row] + i
+            at = starts[row] + i
             if at < context:
-                where = inputs.page_table[row, at // case.page_size], at % case.page_size
+                where = table[row, at // case.page_size], at % case.page_size
                 real_keys[where] = keys[row, i]
                 real_values[where] = keys[row, i] if values is None else values[row, i]
     return real_keys, real_values
@@ -88,7 +90,6 @@ def expected_update(case, inputs, keys, values):
 def test_update_writes_exactly_the_new_tokens(case):
     inputs = make_inputs(case)
     arguments = make_update(case)
-    keys, values = arguments["keys"], arguments["values"]
     pages, scales = jax.jit(cache_update, static_argnames="target")(**arguments, target=REFERENCE)
     got = layout.unpack_tokens(pages.astype(jnp.float32), case.kv_heads, case.head_dim, case.value_dim)
     if scales is not None:
@@ -99,7 +100,7 @@ def test_update_writes_exactly_the_new_tokens(case):
         at = np.arange(context)
         live[inputs.page_table[row, at // case.page_size], at % case.page_size] = True
     tolerance = {"int8": 0.02, "float8_e4m3fn": 0.07, "bfloat16": 0.01, "float32": 1e-6}[case.kv_dtype]
-    for side, want in zip(got, expected_update(case, inputs, keys, values), strict=True):
+    for side, want in zip(got, expected_update(case, inputs, arguments), strict=True):
         np.testing.assert_allclose(np.asarray(side)[live], want[live], rtol=tolerance, atol=tolerance)
     untouched = np.asarray(pages)[~live].view(np.uint8)
     np.testing.assert_array_equal(untouched, inputs.pages[~live].view(np.uint8))
