@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from precast.models.config import ModelConfig
+from precast.sharding.shard import Shard
 
 # Of the sigmoid in gpt-oss's gate.
 _CLAMPED_SLOPE = 1.702
@@ -36,6 +37,14 @@ def linear(x: jax.Array, weight: Dense) -> jax.Array:
     y = jax.lax.dot_general(
         x.astype(kernel.dtype), kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
+    return y if weight.bias is None else y + weight.bias
+
+
+def linear_sum(x: jax.Array, weight: Dense, shard: Shard, axis: str) -> jax.Array:
+    """``linear`` of an input whose width is divided over devices along ``axis``: the parts' products added up."""
+    if shard.degree(axis) == 1:
+        return linear(x, weight)
+    y = shard.sum(linear(x, Dense(weight.kernel)).astype(weight.kernel.dtype), axis).astype(jnp.float32)
     return y if weight.bias is None else y + weight.bias
 
 
@@ -94,12 +103,27 @@ def layer_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 NORMS = {"rms": rms_norm, "layer": layer_norm}
 
 
+def all_heads_norm(x: jax.Array, scale: jax.Array, config: ModelConfig, shard: Shard, axis: str) -> jax.Array:
+    """Norm over the dimensions of all heads at once, of ``x [rows, width]`` that is divided over devices by head."""
+    degree = shard.degree(axis)
+    if degree == 1:
+        return NORMS[config.norm_kind](x, scale, config.norm_eps)
+    width = x.shape[-1] * degree
+    if config.norm_kind == "layer":
+        x = x - shard.sum(row_sums(x), axis) / width
+    return x / jnp.sqrt(shard.sum(row_sums(x * x), axis) / width + config.norm_eps) * scale
+
+
 def row_sums(x: jax.Array) -> jax.Array:
     """``[rows, width]`` float32 -> ``[rows, 1]``, each row summed in one order whatever the number of rows.
 
-    A product with ones: XLA's CPU backend vectorises a plain reduction along the rows or along the width
+    On CPU a product with ones: XLA's backend vectorises a plain reduction there along the rows or along the width
     depending on how many rows there are, and the two differ in the last bits.
     """
+    return jax.lax.platform_dependent(x, cpu=_ones_product, default=lambda x: jnp.sum(x, axis=-1, keepdims=True))
+
+
+def _ones_product(x: jax.Array) -> jax.Array:
     ones = jnp.ones((8, x.shape[-1]), jnp.float32)
     sums = jax.lax.dot_general(
         x, ones, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
@@ -128,6 +152,11 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def embed(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """``[tokens]`` ids -> ``[tokens, hidden]`` float32, from ``table [vocab, hidden]``."""
-    return table[token_ids].astype(jnp.float32)
+def embed(table: jax.Array, token_ids: jax.Array, shard: Shard) -> jax.Array:
+    """``[tokens]`` ids -> ``[tokens, hidden]`` float32, from this device's rows of ``table [vocab, hidden]``."""
+    if shard.degree("vocab") == 1:
+        return table[token_ids].astype(jnp.float32)
+    local = token_ids - shard.index("vocab") * table.shape[0]
+    is_own = (local >= 0) & (local < table.shape[0])
+    rows = jnp.where(is_own[:, None], table[jnp.where(is_own, local, 0)], 0)
+    return shard.sum(rows, "vocab").astype(jnp.float32)

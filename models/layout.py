@@ -1,15 +1,18 @@
 """From a checkpoint's arrays to the weights as the target wants them.
 
-The forward pass reads one leaf a weight (a scan over stacked layers would copy each slice on CPU), with
-query, key and value fused into one product and gate and up into another.  What can be settled once is
-settled here: norms stored less 1 get it back, and heads whose RoPE turns interleaved pairs are reordered
-so that it turns halves.
+Query, key and value are fused into one product and gate and up into another.  On CPU there is one leaf a weight
+(a scan over stacked layers would copy each slice there); on accelerators like layers are stacked and run under one
+scan.  Over a mesh each device's part of a fused product is its own part of each, so that no product crosses devices.
+What can be settled once is settled here: norms stored less 1 get it back, heads whose RoPE turns interleaved pairs
+are reordered so that it turns halves, and heads, widths and vocabularies that do not divide are filled with zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,107 +21,344 @@ import numpy as np
 from precast.models import rope
 from precast.models.config import MlaConfig, ModelConfig
 from precast.models.layers import Dense
-from precast.models.params import layer_specs
+from precast.models.params import ArraySpec, layer_specs, param_specs
+from precast.models.placement import Placement
+from precast.sharding.rules import Axes, partition
 
-Read = Callable[[str], np.ndarray]
+# NumPy arrays when a checkpoint is read, traced ones when only shapes are wanted.
+Array = Any
+
+
+class Read(Protocol):
+    """Canonical name -> array (see ``models.params``), or the part of it at ``index``, a slice a dimension."""
+
+    def __call__(self, name: str, index: tuple[slice, ...] | None = None) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of one layer's weights as one device holds it, not read yet: logical axes, and what makes it."""
+
+    axes: Axes
+    make: Callable[[], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Layers that share one set of leaves: one layer, or like ones that are stacked in the order of ``layers``."""
+
+    layers: tuple[int, ...]
+
+    @property
+    def is_stacked(self) -> bool:
+        return len(self.layers) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """``repeats`` times the same few kinds of layers, from layer ``first`` on; one position for each kind."""
+
+    first: int
+    positions: tuple[Position, ...]
+
+    @property
+    def repeats(self) -> int:
+        return len(self.positions[0].layers)
+
+
+@functools.lru_cache
+def runs(config: ModelConfig, stacked: bool) -> tuple[Run, ...]:
+    """The model's layers as runs in order; without stacking each layer is a run of its own."""
+    kinds = [
+        (config.layer_window(i), config.layer_rope_kind(i), config.layer_is_moe(i)) for i in range(config.num_layers)
+    ]
+    found: list[Run] = []
+    first = 0
+    while first < config.num_layers:
+        period, repeats = _longest_repeat(kinds[first:]) if stacked else (1, 1)
+        positions = [Position(tuple(range(first + i, first + period * repeats, period))) for i in range(period)]
+        found.append(Run(first, tuple(positions)))
+        first += period * repeats
+    return tuple(found)
+
+
+def _longest_repeat(kinds: Sequence[Any]) -> tuple[int, int]:
+    """(period, repeats) from the start of ``kinds`` that cover most layers, the shortest period of those."""
+    best = (1, 1)
+    for period in range(1, len(kinds) // 2 + 1):
+        repeats = 1
+        while kinds[repeats * period : (repeats + 1) * period] == kinds[:period]:
+            repeats += 1
+        if repeats > 1 and period * repeats > best[0] * best[1]:
+            best = (period, repeats)
+    return best
 
 
 def build(
-    config: ModelConfig, read: Read, *, dtype: str, num_positions: int, on_layer: Callable[[], Any] = lambda: None
+    config: ModelConfig,
+    read: Read,
+    *,
+    dtype: str,
+    num_positions: int,
+    placement: Placement = Placement(),
+    mesh: jax.sharding.Mesh | None = None,
+    on_layer: Callable[[], Any] = lambda: None,
 ):
-    """Reads a model's arrays one layer at a time and lays them out.
+    """Reads a model's arrays a leaf at a time and lays them out; each device's part is read by itself.
 
     Args:
       config: the model.
-      read: canonical name -> array (see ``models.params``).
+      read: of the checkpoint.
       dtype: of dense weights and the embedding; norms, biases, routers and angles are float32.
       num_positions: rows of the tables of rotary angles: the longest context that is served.
+      placement: for which target, and over which mesh.
+      mesh: that mesh's devices; None is the default device.
       on_layer: called after each layer, for a progress bar.
 
     Returns:
       The weight pytree that ``transformer.forward`` takes.
     """
+    devices = 1 if mesh is None else mesh.devices.size
+    parts = [_Part(config, read, dtype, num_positions, placement, index, np) for index in range(devices)]
+    trees = [part.ends() for part in parts]
+    weights = jax.tree.map(lambda *leaves: _load(leaves, mesh), *trees)
     layers = []
-    for i in range(config.num_layers):
-        layers.append(_Layer(config, read, dtype, i).build())
-        on_layer()
-    ends = _Arrays(read, dtype, "", frozenset())
-    weights = {
-        "embed": ends.dense("embed").kernel,
-        "layers": tuple(layers),
-        "final_norm": ends.vector("final_norm.weight") + config.norm_offset,
-        "rope": jax.tree.map(jnp.asarray, rope.tables(config, num_positions)),
-    }
-    if not config.tie_embeddings:
-        weights["head"] = ends.dense("head")
-    return weights
+    for run in runs(config, placement.is_stacked):
+        for position in run.positions:
+            stacks = [_stacked([part.layer(i) for i in position.layers]) for part in parts]
+            layers.append(jax.tree.map(lambda *leaves: _load(leaves, mesh), *stacks))
+            for _ in position.layers:
+                on_layer()
+    return {**weights, "layers": tuple(layers)}
+
+
+def shapes(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    num_positions: int,
+    placement: Placement,
+    mesh: jax.sharding.Mesh | None,
+):
+    """The weights as ShapeDtypeStructs with shardings, from the config alone."""
+    specs = param_specs(config)
+
+    def read(name: str, index: tuple[slice, ...] | None = None) -> jax.Array:
+        shape = specs[name].shape
+        if index is not None:
+            shape = tuple(len(range(*one.indices(size))) for one, size in zip(index, shape, strict=True))
+        return jnp.zeros(shape, jnp.float32)
+
+    part = _Part(config, read, dtype, num_positions, placement, 0, jnp)
+
+    def describe(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        local = jax.eval_shape(leaf.make)
+        degrees = [1 if axis is None else placement.shard.degree(axis) for axis in leaf.axes]
+        shape = tuple(size * degree for size, degree in zip(local.shape, degrees, strict=True))
+        return jax.ShapeDtypeStruct(shape, local.dtype, sharding=_sharding(leaf.axes, mesh))
+
+    layers = []
+    for run in runs(config, placement.is_stacked):
+        for position in run.positions:
+            one = part.layer(position.layers[0])
+            tree = _stacked([one] * len(position.layers)) if position.is_stacked else one
+            layers.append(jax.tree.map(describe, tree))
+    return {**jax.tree.map(describe, part.ends()), "layers": tuple(layers)}
+
+
+def _sharding(axes: Axes, mesh: jax.sharding.Mesh | None) -> jax.sharding.NamedSharding | None:
+    return None if mesh is None else jax.sharding.NamedSharding(mesh, partition(axes))
+
+
+def _load(leaves: tuple[Leaf, ...], mesh: jax.sharding.Mesh | None) -> jax.Array:
+    """Makes one array of the leaves that the devices hold, in the mesh's order."""
+    if mesh is None:
+        return jnp.asarray(leaves[0].make())
+    sharding = _sharding(leaves[0].axes, mesh)
+    assert sharding is not None
+    if sharding.is_fully_replicated:
+        return jax.device_put(leaves[0].make(), sharding)
+    parts = []
+    for leaf, device in zip(leaves, mesh.devices.flat, strict=True):
+        parts.append(jax.device_put(leaf.make(), device))
+    degrees = [sharding.mesh.shape[name] if name else 1 for name in sharding.spec]
+    shape = tuple(size * degree for size, degree in zip(parts[0].shape, degrees, strict=True))
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _stacked(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The leaves of like layers stacked along a new first axis; those of one layer as they are."""
+    if len(layers) == 1:
+        return layers[0]
+
+    def stack(*leaves: Leaf) -> Leaf:
+        def make() -> Array:
+            first = leaves[0].make()
+            if not isinstance(first, np.ndarray):
+                return jnp.broadcast_to(first, (len(leaves), *first.shape))
+            whole = np.empty((len(leaves), *first.shape), first.dtype)
+            whole[0] = first
+            for i, leaf in enumerate(leaves[1:], 1):
+                whole[i] = leaf.make()
+            return whole
+
+        return Leaf(("layers", *leaves[0].axes), make)
+
+    return jax.tree.map(stack, *layers)
+
+
+class _Part:
+    """The weights that one device of the mesh holds, as leaves.
+
+    index: the device's number along the mesh's one divided axis.
+    numpy: ``numpy``, or ``jax.numpy`` to find shapes only.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: Read,
+        dtype: str,
+        num_positions: int,
+        placement: Placement,
+        index: int,
+        numpy: Any,
+    ):
+        self.config, self.placement, self.numpy = config, placement, numpy
+        self._read, self.dtype, self._num_positions, self._index = read, jnp.dtype(dtype), num_positions, index
+        self._specs = param_specs(config)
+
+    def ends(self) -> dict[str, Any]:
+        """Embedding, last norm, head and the tables of angles."""
+        arrays = _Arrays(self, "", frozenset(self._specs))
+        tables = rope.tables(self.config, self._num_positions)
+        weights: dict[str, Any] = {
+            "embed": arrays.dense("embed").kernel,
+            "final_norm": arrays.norm("final_norm.weight"),
+            "rope": jax.tree.map(lambda table: Leaf((None, None), lambda: self.numpy.asarray(table)), tables),
+        }
+        if not self.config.tie_embeddings:
+            weights["head"] = arrays.dense("head")
+        return weights
+
+    def layer(self, layer: int) -> dict[str, Any]:
+        return _Layer(self, layer).leaves()
+
+    def fetch(self, name: str, spec: ArraySpec) -> Array:
+        """This device's part of an array, padded with zeros where the dimension does not divide."""
+        if self.placement.replicas(spec.axes):
+            return self._read(name)
+        pieces = [
+            self.placement.pieces(self.config, axis, size, self._index)
+            for axis, size in zip(spec.axes, spec.shape, strict=True)
+        ]
+        return self._gather(name, pieces, ())
+
+    def _gather(self, name: str, pieces: list[list[slice | int]], index: tuple[slice, ...]) -> Array:
+        if not pieces:
+            return self._read(name, index)
+        axis = len(index)
+        parts = [
+            self._gather(name, pieces[1:], (*index, slice(0, 0) if isinstance(piece, int) else piece))
+            for piece in pieces[0]
+        ]
+        for i, piece in enumerate(pieces[0]):
+            if isinstance(piece, int):
+                widths = [(0, piece if one == axis else 0) for one in range(parts[i].ndim)]
+                parts[i] = self.numpy.pad(parts[i], widths)
+        return parts[0] if len(parts) == 1 else self.numpy.concatenate(parts, axis=axis)
 
 
 class _Arrays:
     """Arrays below one prefix, cast for the target."""
 
-    def __init__(self, read: Read, dtype: str, prefix: str, names: frozenset[str]):
-        self._read, self._dtype, self._prefix, self.names = read, jnp.dtype(dtype), prefix, names
+    def __init__(self, part: _Part, prefix: str, names: frozenset[str]):
+        self._part, self._prefix, self.names = part, prefix, names
+        self._numpy = part.numpy
 
-    def vector(self, name: str) -> jax.Array:
-        return jnp.asarray(self.stored(name), dtype=jnp.float32)
+    def vector(self, name: str, offset: float = 0.0, reshape: bool = False) -> Leaf:
+        """A float32 array as it is stored, plus ``offset``; ``reshape`` flattens it."""
 
-    def stored(self, name: str) -> np.ndarray:
-        return self._read(self._prefix + name)
+        def make() -> Array:
+            array = self.stored(name).astype(np.float32, copy=False) + np.float32(offset)
+            return array.reshape(-1) if reshape else array
 
-    def dense(self, *parts: str, axis: int = 0, dtype: Any = None) -> Dense:
+        axes = self._spec(name).axes
+        return Leaf(axes[-1:] if reshape else axes, make)
+
+    def norm(self, name: str) -> Leaf:
+        return self.vector(name, self._part.config.norm_offset)
+
+    def stored(self, name: str) -> Array:
+        return self._part.fetch(self._prefix + name, self._spec(name))
+
+    def dense(self, *parts: str, axis: int = 0, dtype: Any = None, as_bits: bool = False) -> Dense:
         """One product of several, its outputs side by side along ``axis``."""
-        kernel = _joined([self.stored(f"{part}.weight").astype(dtype or self._dtype) for part in parts], axis)
+        dtype = dtype or self._part.dtype
+        kernel = self._joined([f"{part}.weight" for part in parts], axis, dtype)
         bias = None
         if f"{parts[0]}.bias" in self.names:
-            bias = _joined([self.stored(f"{part}.bias").astype(np.float32) for part in parts], axis)
-        return Dense(kernel, bias)
+            bias = self._joined([f"{part}.bias" for part in parts], axis, np.float32)
+        # XLA's CPU backend converts all of a bfloat16 array to take a slice of it in a loop (layers.grouped_linear).
+        if as_bits and self._part.placement.is_cpu and dtype == jnp.bfloat16:
+            make = kernel.make
+            kernel = Leaf(kernel.axes, lambda: make().view(np.uint16))
+        # A pytree node of leaves that are not arrays yet.
+        return Dense(kernel, bias)  # type: ignore[arg-type]
+
+    def _joined(self, names: list[str], axis: int, dtype: Any) -> Leaf:
+        def make() -> Array:
+            arrays = [self.stored(name).astype(dtype, copy=False) for name in names]
+            return arrays[0] if len(arrays) == 1 else self._numpy.concatenate(arrays, axis=axis)
+
+        return Leaf(self._spec(names[0]).axes, make)
+
+    def _spec(self, name: str) -> ArraySpec:
+        return self._part._specs[self._prefix + name]
 
 
 class _Layer(_Arrays):
     """The weights of one layer."""
 
-    def __init__(self, config: ModelConfig, read: Read, dtype: str, layer: int):
-        names = frozenset(layer_specs(config, layer))
-        super().__init__(read, dtype, f"layers.{layer}.", names)
-        self._config, self._layer = config, layer
+    def __init__(self, part: _Part, layer: int):
+        super().__init__(part, f"layers.{layer}.", frozenset(layer_specs(part.config, layer)))
+        self._config, self._layer = part.config, layer
 
-    def build(self) -> dict[str, Any]:
+    def leaves(self) -> dict[str, Any]:
         config = self._config
         norms = [name for name in self.names if name.endswith("_norm.weight") and "." not in name[: -len(".weight")]]
-        weights: dict[str, Any] = {
-            name.removesuffix(".weight"): self.vector(name) + config.norm_offset for name in sorted(norms)
-        }
+        weights: dict[str, Any] = {name.removesuffix(".weight"): self.norm(name) for name in sorted(norms)}
         weights |= self._latent(config.mla) if config.mla else self._attention()
         weights |= self._mixture() if config.layer_is_moe(self._layer) else self._mlp("mlp", "")
         return weights
 
-    def stored(self, name: str) -> np.ndarray:
+    def stored(self, name: str) -> Array:
         """As read, but for the order of a head's dimensions."""
         array = super().stored(name)
         config = self._config
         if not config.rope.interleaved or not name.startswith("attn."):
             return array
         turning = config.rotary_dim(config.rope)
+        heads, kv_heads = self._part.placement.local_heads(config)
         if config.mla is not None:
             starts = {
-                "attn.q.weight": (config.num_heads, config.mla.qk_nope_head_dim),
-                "attn.q_up.weight": (config.num_heads, config.mla.qk_nope_head_dim),
+                "attn.q.weight": (heads, config.mla.qk_nope_head_dim),
+                "attn.q_up.weight": (heads, config.mla.qk_nope_head_dim),
                 "attn.kv_down.weight": (1, config.mla.kv_lora_rank),
             }
             return rope.halves_first(array, *starts[name], turning) if name in starts else array
         side = name.split(".")[1]
-        heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(side)
         if side in ("q_norm", "k_norm"):
             flat = array.reshape(-1)
             return rope.halves_first(flat, flat.size // config.head_dim, 0, turning).reshape(array.shape)
-        return array if heads is None else rope.halves_first(array, heads, 0, turning)
+        local = {"q": heads, "k": kv_heads}.get(side)
+        return array if local is None else rope.halves_first(array, local, 0, turning)
 
     def _attention(self) -> dict[str, Any]:
         weights: dict[str, Any] = {"qkv": self.dense("attn.q", "attn.k", "attn.v"), "o": self.dense("attn.o")}
         for side in ("q", "k"):
             if f"attn.{side}_norm.weight" in self.names:
-                weights[f"{side}_norm"] = self.vector(f"attn.{side}_norm.weight") + self._config.norm_offset
+                weights[f"{side}_norm"] = self.norm(f"attn.{side}_norm.weight")
         if "attn.sinks" in self.names:
             weights["sinks"] = self.vector("attn.sinks")
         return weights
@@ -131,11 +371,15 @@ class _Layer(_Arrays):
         for part in ("q_down_norm", "kv_down_norm"):
             if f"attn.{part}.weight" in self.names:
                 weights[part] = self.vector(f"attn.{part}.weight")
-        up = self.stored("attn.kv_up.weight").reshape(self._config.num_heads, -1, mla.kv_lora_rank)
-        keys, values = np.split(up.astype(self._dtype), [mla.qk_nope_head_dim], axis=1)
-        weights["key_up"] = jnp.asarray(np.ascontiguousarray(keys.swapaxes(1, 2)))
-        weights["value_up"] = jnp.asarray(np.ascontiguousarray(values))
+        weights["key_up"] = Leaf(("heads", None, None), lambda: self._up(mla)[0])
+        weights["value_up"] = Leaf(("heads", None, None), lambda: self._up(mla)[1])
         return weights
+
+    def _up(self, mla: MlaConfig) -> tuple[Array, Array]:
+        """What rebuilds keys (transposed) and values from the latent: ``[heads, latent, nope]``, ``[heads, v, latent]``."""
+        up = self.stored("attn.kv_up.weight").reshape(-1, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
+        keys, values = self._numpy.split(up.astype(self._part.dtype, copy=False), [mla.qk_nope_head_dim], axis=1)
+        return self._numpy.ascontiguousarray(keys.swapaxes(1, 2)), self._numpy.ascontiguousarray(values)
 
     def _mlp(self, source: str, prefix: str) -> dict[str, Any]:
         return {
@@ -146,23 +390,13 @@ class _Layer(_Arrays):
     def _mixture(self) -> dict[str, Any]:
         weights: dict[str, Any] = {
             "router": self.dense("moe.router", dtype=np.float32),
-            "experts_gate_up": _as_bits(self.dense("moe.gate", "moe.up", axis=1)),
-            "experts_down": _as_bits(self.dense("moe.down")),
+            "experts_gate_up": self.dense("moe.gate", "moe.up", axis=1, as_bits=True),
+            "experts_down": self.dense("moe.down", as_bits=True),
         }
         if "moe.correction_bias" in self.names:
             weights["correction_bias"] = self.vector("moe.correction_bias")
         if "moe.shared.gate.weight" in self.names:
             weights |= self._mlp("moe.shared", "shared_")
         if "moe.shared_gate.weight" in self.names:
-            weights["shared_gate"] = self.vector("moe.shared_gate.weight").reshape(-1)
+            weights["shared_gate"] = self.vector("moe.shared_gate.weight", reshape=True)
         return weights
-
-
-def _as_bits(weight: Dense) -> Dense:
-    """The form that ``layers.grouped_linear`` takes."""
-    is_bfloat16 = weight.kernel.dtype == jnp.bfloat16
-    return Dense(jax.lax.bitcast_convert_type(weight.kernel, jnp.uint16), weight.bias) if is_bfloat16 else weight
-
-
-def _joined(arrays: list[np.ndarray], axis: int) -> jax.Array:
-    return jnp.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis))

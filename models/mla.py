@@ -12,21 +12,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from precast.models import cache as kv_cache
 from precast.models import rope
-from precast.models.attention import Tokens, attend
+from precast.models.attention import Tokens, reading
+from precast.models.cache import Cache, update_and_attend
 from precast.models.config import ModelConfig
-from precast.models.layers import linear, per_head_linear, rms_norm
+from precast.models.layers import linear, linear_sum, per_head_linear, rms_norm
+from precast.models.placement import Placement
 
 
 def latent_attention(
     weights: dict[str, Any],
-    layer_cache: kv_cache.LayerCache,
+    cache: Cache,
     x: jax.Array,
     tokens: Tokens,
     config: ModelConfig,
-    layer: int,
-) -> tuple[kv_cache.LayerCache, jax.Array]:
+    placement: Placement,
+    kind: int,
+    layer: int | jax.Array,
+) -> tuple[Cache, jax.Array]:
     """Arguments and result as ``attention.attention``.
 
     weights: ``q``, or ``q_down``, ``q_down_norm`` and ``q_up``; ``kv_down`` and ``kv_down_norm``; ``key_up``
@@ -39,14 +42,16 @@ def latent_attention(
     else:
         narrow = rms_norm(linear(x, weights["q_down"]), weights["q_down_norm"], mla.norm_eps)
         queries = linear(narrow, weights["q_up"])
-    queries = queries.reshape(x.shape[0], config.num_heads, -1)
+    queries = queries.reshape(x.shape[0], placement.local_heads(config)[0], -1)
     plain, turning = jnp.split(queries, [mla.qk_nope_head_dim], axis=-1)
     latent, key = jnp.split(linear(x, weights["kv_down"]), [mla.kv_lora_rank], axis=-1)
     latent = rms_norm(latent, weights["kv_down_norm"], mla.norm_eps)[:, None, :]
     cos, sin = tokens.angles["full"]
     keys = jnp.concatenate([latent, rope.rotate(key[:, None, :], cos, sin)], axis=-1)
-    layer_cache = kv_cache.write(layer_cache, keys, latent, tokens.page_ids, tokens.offsets)
     queries = jnp.concatenate([per_head_linear(plain, weights["key_up"]), rope.rotate(turning, cos, sin)], axis=-1)
-    mixed = attend(queries, layer_cache, tokens, config, layer)
+    cache, mixed = update_and_attend(
+        cache, layer, queries, keys, None, tokens.places, reading(config, kind),
+        placement, num_layers=config.num_layers,
+    )  # fmt: skip
     values = per_head_linear(mixed, weights["value_up"])
-    return layer_cache, linear(values.reshape(x.shape[0], -1), weights["o"])
+    return cache, linear_sum(values.reshape(x.shape[0], -1), weights["o"], placement.shard, "heads")

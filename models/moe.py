@@ -9,12 +9,14 @@ import jax.numpy as jnp
 
 from precast.models.config import ModelConfig, MoeConfig
 from precast.models.layers import Dense, gated, grouped_linear, linear, row_sums
+from precast.models.placement import Placement
+from precast.sharding.shard import Shard
 
 # Rows that are routed at a time.
 _ROUTE_BLOCK = 8
 
 
-def mixture(weights: dict[str, Any], x: jax.Array, config: ModelConfig) -> jax.Array:
+def mixture(weights: dict[str, Any], x: jax.Array, config: ModelConfig, placement: Placement) -> jax.Array:
     """The experts' weighted sum for each token of ``x [tokens, hidden]``, float32.
 
     weights: ``router`` Dense float32, ``correction_bias [experts]`` if any; ``experts_gate_up`` and
@@ -24,7 +26,8 @@ def mixture(weights: dict[str, Any], x: jax.Array, config: ModelConfig) -> jax.A
     moe = config.moe
     assert moe is not None
     ids, mix = _route_blocks(linear(x, weights["router"]), moe, weights.get("correction_bias"))
-    outputs = _visit(weights, x, ids, config)
+    shard = placement.shard
+    outputs = _visit(weights, x, ids, config, shard)
     # Term by term, so that the order of the sum is that of the token's own choice.
     total = outputs[:, 0] * mix[:, :1]
     for choice in range(1, moe.experts_per_token):
@@ -35,7 +38,9 @@ def mixture(weights: dict[str, Any], x: jax.Array, config: ModelConfig) -> jax.A
         if moe.shared_gate:
             shared = shared * jax.nn.sigmoid(row_sums(x * weights["shared_gate"]))
         total = total + shared
-    return total
+    if shard.degree("mlp") == 1:
+        return total
+    return shard.sum(total.astype(weights["experts_down"].kernel.dtype), "mlp").astype(jnp.float32)
 
 
 def _route_blocks(logits: jax.Array, moe: MoeConfig, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -92,15 +97,18 @@ def _within_groups(choice: jax.Array, moe: MoeConfig) -> jax.Array:
     return jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(tokens, experts)
 
 
-def _visit(weights: dict[str, Any], x: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
-    """Each token through each of its experts ``ids [tokens, k]``: ``[tokens, k, hidden]`` float32."""
+def _visit(weights: dict[str, Any], x: jax.Array, ids: jax.Array, config: ModelConfig, shard: Shard) -> jax.Array:
+    """Each token through each of its experts ``ids [tokens, k]``: ``[tokens, k, hidden]`` float32, this device's part
+    of the sum."""
     tokens, k = ids.shape
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=weights["experts_down"].kernel.shape[0])
     rows, experts = x[order // k], flat[order]
-    gate, up = jnp.split(_products(rows, weights["experts_gate_up"], experts, sizes), 2, axis=-1)
-    rows = _products(gated(gate, up, config), weights["experts_down"], experts, sizes)
+    gate_up, down = weights["experts_gate_up"], weights["experts_down"]
+    gate, up = jnp.split(_products(rows, gate_up, experts, sizes), 2, axis=-1)
+    bias = None if down.bias is None else shard.once(down.bias, "mlp")
+    rows = _products(gated(gate, up, config), Dense(down.kernel, bias), experts, sizes)
     return rows[jnp.argsort(order)].reshape(tokens, k, -1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from precast.models.attention import Segment
+from precast.models.cache import Segment
 from precast.runtime.config import Shapes
 from precast.runtime.programs import MAX_BANNED_IDS
 from precast.runtime.request import MAX_LOGIT_BIAS

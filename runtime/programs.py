@@ -10,14 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from precast.models import cache as kv_cache
 from precast.models import transformer
-from precast.models.attention import Segment
+from precast.models.cache import Segment
 from precast.models.config import ModelConfig
 from precast.runtime import sample, step
 from precast.runtime.config import Shapes
 from precast.runtime.request import MAX_LOGIT_BIAS
+from precast.runtime.vocab import Vocab
+from precast.sharding.rules import partition
 
 # End tokens of the model and stop ids of the request that min_tokens bans.
 MAX_BANNED_IDS = 64
@@ -27,17 +30,28 @@ MAX_BANNED_IDS = 64
 class Program:
     """One function to compile: its name in the plan, and its arguments as shapes.
 
-    donated: positions of the arguments whose buffers the results reuse.
+    Attributes:
+      function: of one device's parts, or of whole arrays where there is no mesh.
+      arguments: of all devices together, with shardings where there is a mesh.
+      outputs: likewise, as far as their shardings matter: a prefix tree of PartitionSpecs.
+      donated: positions of the arguments whose buffers the results reuse.
+      mesh: devices to compile for; None is the default device.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    outputs: Any
     donated: tuple[int, ...] = ()
+    mesh: jax.sharding.Mesh | None = None
 
     def jitted(self) -> Any:
         """The function under ``jax.jit``, as it is lowered and exported."""
-        return jax.jit(self.function, donate_argnums=self.donated)
+        function = self.function
+        if self.mesh is not None:
+            specs = jax.tree.map(lambda x: x.sharding.spec, self.arguments)
+            function = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=self.outputs, check_vma=False)
+        return jax.jit(function, donate_argnums=self.donated)
 
     def lower(self) -> jax.stages.Lowered:
         return self.jitted().lower(*self.arguments)
@@ -60,41 +74,55 @@ CREATE = "create"
 
 
 def enumerate_programs(
-    config: ModelConfig, shapes: Shapes, weights: transformer.Weights, cache_spec: kv_cache.CacheSpec
+    config: ModelConfig,
+    shapes: Shapes,
+    weights: transformer.Weights,
+    cache_spec: kv_cache.CacheSpec,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> list[Program]:
     """Every program that the scheduler can ask for, and no other.
 
     Args:
       config: the model.
       shapes: what the scheduler can reach.
-      weights: arrays or shapes.
-      cache_spec: of the KV cache.
+      weights: arrays or shapes, laid out for the placement and mesh.
+      cache_spec: of the KV cache, placement included.
+      mesh: devices to compile for; None is the default device.
     """
+    placement = cache_spec.placement
+    vocab = step.vocab_of(config, placement)
     weights = _shapes(weights)
     head_weights = transformer.head_weights(weights)
-    cache = kv_cache.shapes(cache_spec)
-    state = _shapes(empty_slots(shapes.slots, config.vocab_size))
-    hidden = jax.ShapeDtypeStruct((shapes.head_rows, config.hidden_size), np.float32)
-    backbone = functools.partial(step.backbone, config=config)
-    head = functools.partial(step.head, config=config)
-    score = functools.partial(step.score, config=config)
+    cache = kv_cache.shapes(cache_spec, mesh)
+    state = _state_shapes(shapes.slots, vocab, mesh)
+    whole = _Replicated(mesh)
+    hidden = whole.array(np.float32, shapes.head_rows, config.hidden_size)
+    cache_out, state_out = partition(cache_spec.axes), _specs(state)
+    static = {"config": config, "placement": placement}
 
     programs = []
+
+    def add(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: Any, *donated: int) -> None:
+        programs.append(Program(name, function, arguments, outputs, donated, mesh))
+
+    backbone = functools.partial(step.backbone, **static)
     for decode_rows, prefill_tokens in backbone_sizes(shapes):
-        inputs = _backbone_inputs(shapes, decode_rows, prefill_tokens)
-        name = backbone_name(decode_rows, prefill_tokens)
-        programs.append(Program(name, backbone, (weights, cache, state.last_tokens, inputs), donated=(1,)))
+        inputs = _backbone_inputs(shapes, decode_rows, prefill_tokens, whole)
+        arguments = (weights, cache, state.last_tokens, inputs)
+        add(backbone_name(decode_rows, prefill_tokens), backbone, arguments, (cache_out, P(), P()), 1)
     for rows in shapes.decode_rows:
-        row_inputs = sample.Rows(slots=_int32(rows), num_sampled=_int32(rows))
-        programs.append(Program(head_name(rows), head, (head_weights, state, hidden, row_inputs), donated=(1,)))
+        row_inputs = sample.Rows(slots=whole.int32(rows), num_sampled=whole.int32(rows))
+        head = functools.partial(step.head, **static)
+        add(head_name(rows), head, (head_weights, state, hidden, row_inputs), (state_out, P()), 1)
     for tokens in sorted({*shapes.prefill_tokens, *shapes.mixed_tokens}):
-        scored = jax.ShapeDtypeStruct((tokens, config.hidden_size), np.float32)
-        programs.append(Program(score_name(tokens), score, (head_weights, scored, _int32(tokens))))
-    options = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.options)
-    admission = (state, _int32(), options, _int32(shapes.max_model_len), _int32(), _int32())
-    programs.append(Program(ADMIT, sample.admit, admission, donated=(0,)))
-    create = functools.partial(_create, cache_spec, shapes.slots, config.vocab_size)
-    programs.append(Program(CREATE, create, ()))
+        scored = whole.array(np.float32, tokens, config.hidden_size)
+        score = functools.partial(step.score, **static)
+        add(score_name(tokens), score, (head_weights, scored, whole.int32(tokens)), P())
+    options = jax.tree.map(lambda x: whole.array(x.dtype, *x.shape[1:]), state.options)
+    admission = (state, whole.int32(), options, whole.int32(shapes.max_model_len), whole.int32(), whole.int32())
+    add(ADMIT, functools.partial(sample.admit, vocab=vocab), admission, state_out, 0)
+    create = functools.partial(_create, cache_spec, shapes.slots, vocab.width)
+    add(CREATE, create, (), (cache_out, state_out))
     return programs
 
 
@@ -114,9 +142,9 @@ def backbone_sizes(shapes: Shapes) -> list[tuple[int, int]]:
     ]
 
 
-def _create(cache_spec: kv_cache.CacheSpec, slots: int, vocab_size: int) -> tuple[kv_cache.Cache, sample.SlotState]:
-    """An empty cache and empty slots."""
-    state = jax.tree.map(lambda x: jnp.full(x.shape, x.flat[0], x.dtype), empty_slots(slots, vocab_size))
+def _create(cache_spec: kv_cache.CacheSpec, slots: int, width: int) -> tuple[kv_cache.Cache, sample.SlotState]:
+    """An empty cache and empty slots: one device's part."""
+    state = jax.tree.map(lambda x: jnp.full(x.shape, x.flat[0], x.dtype), empty_slots(slots, width))
     return kv_cache.create(cache_spec), state
 
 
@@ -146,27 +174,60 @@ def empty_slots(slots: int, vocab_size: int) -> sample.SlotState:
     )
 
 
-def _backbone_inputs(shapes: Shapes, decode_rows: int, prefill_tokens: int) -> step.BackboneInputs:
+def _state_shapes(slots: int, vocab: Vocab, mesh: jax.sharding.Mesh | None) -> sample.SlotState:
+    """The slots' state on all devices together: what is counted by token id is divided, the rest is everywhere."""
+    state = empty_slots(slots, vocab.width * vocab.shard.degree("vocab"))
+
+    def shape(path: Any, x: np.ndarray) -> jax.ShapeDtypeStruct:
+        axes = (None, "vocab") if path[0].name in ("output_counts", "in_prompt") else (None,) * x.ndim
+        sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, partition(axes))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(shape, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replicated:
+    """Makes shapes of arrays that every device of the mesh holds whole."""
+
+    mesh: jax.sharding.Mesh | None
+
+    def array(self, dtype: Any, *shape: int) -> Any:
+        sharding = None if self.mesh is None else jax.sharding.NamedSharding(self.mesh, P())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def int32(self, *shape: int) -> Any:
+        return self.array(np.int32, *shape)
+
+
+def _backbone_inputs(shapes: Shapes, decode_rows: int, prefill_tokens: int, whole: _Replicated) -> step.BackboneInputs:
     decode = prefill = None
     if decode_rows:
-        rows = _int32(decode_rows)
-        decode = step.DecodeInputs(
-            slots=rows, starts=rows, lengths=rows, page_table=_int32(decode_rows, shapes.table_width)
-        )
+        rows = whole.int32(decode_rows)
+        table = whole.int32(decode_rows, shapes.table_width)
+        decode = step.DecodeInputs(slots=rows, starts=rows, lengths=rows, page_table=table)
     if prefill_tokens:
         blocks = prefill_tokens // shapes.prefill_block
         prefill = Segment(
-            token_ids=_int32(blocks, shapes.prefill_block),
-            starts=_int32(blocks),
-            lengths=_int32(blocks),
-            page_table=_int32(blocks, shapes.table_width),
+            token_ids=whole.int32(blocks, shapes.prefill_block),
+            starts=whole.int32(blocks),
+            lengths=whole.int32(blocks),
+            page_table=whole.int32(blocks, shapes.table_width),
         )
-    return step.BackboneInputs(decode=decode, prefill=prefill, select=_int32(shapes.head_rows))
+    return step.BackboneInputs(decode=decode, prefill=prefill, select=whole.int32(shapes.head_rows))
 
 
 def _shapes(arrays: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    """Shapes of arrays; shardings only of those over a mesh."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
+
+    return jax.tree.map(shape, arrays)
 
 
-def _int32(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, np.int32)
+def _specs(arrays: Any) -> Any:
+    """PartitionSpecs of shapes; those without a sharding are whole."""
+    return jax.tree.map(lambda x: P() if x.sharding is None else x.sharding.spec, arrays)

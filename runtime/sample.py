@@ -4,7 +4,7 @@ Each slot's options live on the device from admission on (``SlotState``), so a s
 take part.  The order is: penalties and logit bias, the ban on end tokens before ``min_tokens``, temperature,
 top_k, top_p over what top_k left, min_p, one draw.  A row's result depends on that row alone: its key is
 ``fold_in(key(seed), number of tokens sampled before)``, and every sum runs in an order that the other rows
-do not change.
+do not change.  Logits may be one device's part of the vocabulary: what crosses devices is in ``vocab``.
 
 Greedy rows take the true argmax, lowest id on ties.  Cuts are by value: tokens tied with the last one kept
 are kept too, as in the transformers library's processors.
@@ -17,14 +17,16 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from precast.models.attention import Packed
+from precast.models.cache import Packed
 from precast.models.layers import row_sums
 from precast.runtime.request import MAX_LOGPROBS
+from precast.runtime.vocab import Vocab, whole_vectors
 
-LANES = 64
 NUM_CANDIDATES = 64
 _LARGEST = 1e30
+_MOST_COUNTED = np.iinfo(np.int16).max
 # A cumulative probability within this of top_p has reached it: what softmax's rounding can move.
 TOP_P_SLACK = 1e-6
 
@@ -59,8 +61,9 @@ class SlotState:
     Attributes:
       last_tokens: ``[slots + 1]`` int32, the token sampled last: the next step's input.
       options: SlotOptions with a leading slot axis.
-      output_counts: ``[slots + 1, vocab]`` int16, occurrences in the output.
-      in_prompt: ``[slots + 1, vocab]`` bool.
+      output_counts: ``[slots + 1, vocab]`` int16, occurrences in the output, at most 32,767; each device has those of
+        its part of the vocabulary.
+      in_prompt: ``[slots + 1, vocab]`` bool, likewise.
     """
 
     last_tokens: Packed
@@ -99,6 +102,8 @@ def admit(
     token_ids: jax.Array,
     num_prompt: jax.Array,
     num_tokens: jax.Array,
+    *,
+    vocab: Vocab,
 ) -> SlotState:
     """Prepares a slot for a request (state donated).
 
@@ -107,76 +112,66 @@ def admit(
       options: the request's.
       token_ids: ``[max_model_len]`` int32, prompt and then what a preempted request has already produced.
       num_prompt, num_tokens: int32 scalars, how many of token_ids are prompt, and how many there are.
+      vocab: of the state.
     """
-    vocab = state.output_counts.shape[1]
     index = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    prompt = jnp.zeros((vocab,), jnp.bool_).at[token_ids].max(index < num_prompt, mode="drop")
+    columns = vocab.local(token_ids)
+    prompt = jnp.zeros((vocab.width,), jnp.bool_).at[columns].max(index < num_prompt, mode="drop")
     produced = (index >= num_prompt) & (index < num_tokens)
-    counts = jnp.zeros((vocab,), jnp.int16).at[token_ids].add(produced.astype(jnp.int16), mode="drop")
+    counts = jnp.zeros((vocab.width,), jnp.int32).at[columns].add(produced.astype(jnp.int32), mode="drop")
     return dataclasses.replace(
         state,
         options=jax.tree.map(lambda all_slots, one: all_slots.at[slot].set(one), state.options, options),
-        output_counts=state.output_counts.at[slot].set(counts),
+        output_counts=state.output_counts.at[slot].set(jnp.minimum(counts, _MOST_COUNTED).astype(jnp.int16)),
         in_prompt=state.in_prompt.at[slot].set(prompt),
     )
 
 
-def sample(logits: jax.Array, state: SlotState, rows: Rows) -> tuple[SlotState, Sampled]:
+def sample(logits: jax.Array, state: SlotState, rows: Rows, *, vocab: Vocab) -> tuple[SlotState, Sampled]:
     """Draws one token a row.
 
     Args:
-      logits: ``[rows, vocab]`` float32.
+      logits: ``[rows, vocab]`` float32, this device's part.
       state: donated.
       rows: which slot each row belongs to.
+      vocab: of the logits.
     """
     options = jax.tree.map(lambda x: x[rows.slots], state.options)
-    finite = jnp.isfinite(blocked(logits).max(axis=(1, 2)))
+    finite = jnp.isfinite(vocab.max(logits))
     special = _needs_processing(options, rows) | (options.temperature > 0)
     # Only the ids leave the branches: logits that did would be copied.
     token_ids = jax.lax.cond(
-        jnp.any(special), _process_and_draw, lambda logits, *_: argmax(logits), *(logits, state, options, rows)
+        jnp.any(special),
+        lambda *operands: _process_and_draw(*operands, vocab=vocab),
+        lambda logits, *_: vocab.argmax(logits),
+        *(logits, state, options, rows),
     )
     logprobs, top_ids, top_logprobs = jax.lax.cond(
-        jnp.any(options.want_logprobs), raw_logprobs, _no_logprobs, logits, token_ids
+        jnp.any(options.want_logprobs),
+        lambda *operands: raw_logprobs(*operands, vocab=vocab),
+        _no_logprobs,
+        *(logits, token_ids),
     )
+    columns = vocab.local(token_ids)
+    counted = jnp.minimum(state.output_counts.at[rows.slots, columns].get(mode="fill", fill_value=0), _MOST_COUNTED - 1)
     state = dataclasses.replace(
         state,
         last_tokens=state.last_tokens.at[rows.slots].set(token_ids),
-        output_counts=state.output_counts.at[rows.slots, token_ids].add(jnp.int16(1)),
+        output_counts=state.output_counts.at[rows.slots, columns].set(counted + jnp.int16(1), mode="drop"),
     )
     return state, Sampled(jnp.where(finite, token_ids, -1), logprobs, top_ids, top_logprobs)
 
 
-def raw_logprobs(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def raw_logprobs(logits: jax.Array, token_ids: jax.Array, *, vocab: Vocab) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-softmax at ``token_ids [rows]``, and the MAX_LOGPROBS likeliest ids with theirs, best first."""
-    logits = _whole_vectors(logits)
-    top = logits.max(axis=-1, keepdims=True)
-    log_total = jnp.log(_total(blocked(jnp.exp(logits - top), fill=0.0)))[:, None] + top
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
-    values, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    logits = whole_vectors(logits)
+    top = vocab.max(logits)[:, None]
+    log_total = jnp.log(vocab.total(jnp.exp(logits - top)))[:, None] + top
+    chosen = vocab.at(logits, token_ids)
+    values, ids = vocab.top(logits, min(MAX_LOGPROBS, vocab.size))
     missing = ((0, 0), (0, MAX_LOGPROBS - values.shape[1]))
     values, ids = jnp.pad(values, missing, constant_values=-jnp.inf), jnp.pad(ids, missing)
     return (chosen - log_total)[:, 0], ids, values - log_total
-
-
-def argmax(logits: jax.Array) -> jax.Array:
-    """``[rows, vocab]`` -> ``[rows]`` int32, lowest id on ties: first the block, then the lane in it."""
-    blocks = blocked(logits)
-    block = jnp.argmax(blocks.max(axis=-1), axis=-1)
-    lanes = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * LANES + jnp.argmax(lanes, axis=-1)).astype(jnp.int32)
-
-
-def blocked(x: jax.Array, fill: float = -jnp.inf) -> jax.Array:
-    """``[rows, vocab]`` -> ``[rows, blocks, LANES]``, the last block filled up."""
-    x = _whole_vectors(x, fill)
-    return x.reshape(x.shape[0], -1, LANES)
-
-
-def _whole_vectors(x: jax.Array, fill: float = -jnp.inf) -> jax.Array:
-    """Fills rows up to a multiple of LANES: exp rounds alike in whole vectors only, not in a loop's scalar tail."""
-    rest = -x.shape[1] % LANES
-    return jnp.pad(x, ((0, 0), (0, rest)), constant_values=fill) if rest else x
 
 
 def _needs_processing(options: SlotOptions, rows: Rows) -> jax.Array:
@@ -189,7 +184,7 @@ def _needs_processing(options: SlotOptions, rows: Rows) -> jax.Array:
     )
 
 
-def _process(logits: jax.Array, state: SlotState, options: SlotOptions, rows: Rows) -> jax.Array:
+def _process(logits: jax.Array, state: SlotState, options: SlotOptions, rows: Rows, *, vocab: Vocab) -> jax.Array:
     """Penalties (repetition: arXiv:1909.05858), logit bias, and the ban on end tokens before min_tokens."""
     counts = state.output_counts[rows.slots].astype(jnp.float32)
     seen = (counts > 0) | state.in_prompt[rows.slots]
@@ -198,68 +193,50 @@ def _process(logits: jax.Array, state: SlotState, options: SlotOptions, rows: Ro
     logits -= options.frequency_penalty[:, None] * counts
     logits -= jnp.where(counts > 0, options.presence_penalty[:, None], 0.0)
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    logits = logits.at[row, options.bias_ids].add(options.bias_values)
-    banned = (options.banned_ids >= 0) & (rows.num_sampled < options.min_tokens)[:, None]
-    # An unused entry aims past the end and is dropped; a negative index would wrap to the last token.
+    logits = logits.at[row, vocab.local(options.bias_ids)].add(options.bias_values, mode="drop")
     # A penalty can push a logit past float32's range, where differences are no numbers any more.
-    logits = jnp.clip(logits, -_LARGEST, _LARGEST)
-    return logits.at[row, jnp.where(banned, options.banned_ids, logits.shape[1])].set(-jnp.inf, mode="drop")
+    logits = jnp.where(jnp.isneginf(logits), logits, jnp.clip(logits, -_LARGEST, _LARGEST))
+    is_banned = (rows.num_sampled < options.min_tokens)[:, None]
+    banned = jnp.where(is_banned, options.banned_ids, -1)
+    return logits.at[row, vocab.local(banned)].set(-jnp.inf, mode="drop")
 
 
-def _process_and_draw(logits: jax.Array, state: SlotState, options: SlotOptions, rows: Rows) -> jax.Array:
+def _process_and_draw(
+    logits: jax.Array, state: SlotState, options: SlotOptions, rows: Rows, *, vocab: Vocab
+) -> jax.Array:
     """Samples the rows with a temperature; the others take the argmax of their processed logits."""
     logits = jax.lax.cond(
-        jnp.any(_needs_processing(options, rows)), _process, lambda logits, *_: logits, *(logits, state, options, rows)
+        jnp.any(_needs_processing(options, rows)),
+        lambda *operands: _process(*operands, vocab=vocab),
+        lambda logits, *_: logits,
+        *(logits, state, options, rows),
     )
-    greedy = argmax(logits)
-    logits = _whole_vectors(logits)
+    greedy = vocab.argmax(logits)
+    logits = whole_vectors(logits)
     temperature = jnp.where(options.temperature > 0, options.temperature, 1.0)[:, None]
-    scaled = (logits - jnp.take_along_axis(logits, greedy[:, None], axis=1)) / temperature
+    scaled = (logits - vocab.at(logits, greedy)) / temperature
     weights = jnp.exp(scaled)
-    cut = jnp.maximum(_threshold(scaled, weights, options), jnp.log(options.min_p))
+    cut = jnp.maximum(_threshold(scaled, weights, options, vocab), jnp.log(options.min_p))
     cut = jnp.minimum(cut, 0.0)
-    kept = blocked(jnp.where(scaled >= cut[:, None], weights, 0.0), fill=0.0)
+    kept = jnp.where(scaled >= cut[:, None], weights, 0.0)
     keys = jax.vmap(lambda seed, n: jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), n))(
         options.seed, rows.num_sampled
     )
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
-    return jnp.where(options.temperature > 0, _pick(kept, uniform), greedy)
+    return jnp.where(options.temperature > 0, vocab.pick(kept, uniform), greedy)
 
 
-def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Inverse of the cumulative distribution of ``weights [rows, blocks, LANES]`` at ``uniform [rows]``: first the
-    block, then the lane.  Only an entry of positive weight is ever picked, whatever the sums round to."""
-    masses = _block_sums(weights)
-    cumulative = jnp.cumsum(masses, axis=-1)
-    target = uniform * cumulative[:, -1]
-    block = _first(cumulative > target[:, None], masses > 0)
-    before = jnp.take_along_axis(cumulative - masses, block[:, None], axis=1)[:, 0]
-    lanes = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
-    lane = _first(jnp.cumsum(lanes, axis=-1) > (target - before)[:, None], lanes > 0)
-    return (block * LANES + lane).astype(jnp.int32)
-
-
-def _first(reached: jax.Array, possible: jax.Array) -> jax.Array:
-    """Index of the first entry both reached and possible; the last possible one where there is none."""
-    both = reached & possible
-    last = possible.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
-    return jnp.where(jnp.any(both, axis=-1), jnp.argmax(both, axis=-1), last)
-
-
-def _threshold(scaled: jax.Array, weights: jax.Array, options: SlotOptions) -> jax.Array:
+def _threshold(scaled: jax.Array, weights: jax.Array, options: SlotOptions, vocab: Vocab) -> jax.Array:
     """The least scaled logit that top_k and top_p keep, ``[rows]``.
 
     Read off the NUM_CANDIDATES likeliest tokens where those suffice; a row that needs more (a large top_k, a
     flat distribution) bisects over the whole vocabulary.
     """
-    vocab = scaled.shape[1]
-    some_k = (options.top_k > 0) & (options.top_k < vocab)
+    some_k = (options.top_k > 0) & (options.top_k < vocab.size)
     some_p = options.top_p < 1
-    total = _total(blocked(weights, fill=0.0))
+    total = vocab.total(weights)
 
-    # Through the indices: a top_k of which only the values are used becomes a sort of the whole row on CPU.
-    likeliest = jax.lax.top_k(scaled, min(NUM_CANDIDATES, vocab))[1]
-    candidates = jnp.take_along_axis(scaled, likeliest, axis=1)
+    candidates, _ = vocab.top(scaled, NUM_CANDIDATES)
     width = candidates.shape[1]
     kth = jnp.take_along_axis(candidates, jnp.clip(options.top_k - 1, 0, width - 1)[:, None], axis=1)
     # Tokens beyond the candidates may be tied with the k-th: then the candidates do not hold all that is kept.
@@ -272,20 +249,23 @@ def _threshold(scaled: jax.Array, weights: jax.Array, options: SlotOptions) -> j
     cut = jnp.maximum(jnp.where(some_k, kth[:, 0], -jnp.inf), jnp.where(some_p, pth[:, 0], -jnp.inf))
     known = (k_known & p_known) | (options.temperature == 0)
     return jax.lax.cond(
-        jnp.all(known), lambda cut, *_: cut, _bisected, cut, known, scaled, weights, options, some_k, some_p, total
+        jnp.all(known),
+        lambda cut, *_: cut,
+        lambda *operands: _bisected(*operands, vocab=vocab),
+        *(cut, known, scaled, weights, options, some_k, some_p, total),
     )
 
 
-def _bisected(cut, known, scaled, weights, options, some_k, some_p, total) -> jax.Array:
+def _bisected(cut, known, scaled, weights, options, some_k, some_p, total, *, vocab) -> jax.Array:
     """``_threshold`` for the rows not ``known``, by bisection over the float32 values' bit patterns."""
     order = _ordered(scaled)
-    wanted = jnp.where(some_k, options.top_k, scaled.shape[1])
-    kth = _largest(order, lambda kept: kept.sum(axis=-1) >= wanted)
+    wanted = jnp.where(some_k, options.top_k, scaled.shape[1] * vocab.shard.degree("vocab"))
+    kth = _largest(order, lambda kept: vocab.count(kept) >= wanted)
     left = jnp.where(order >= kth[:, None], weights, 0.0)
-    enough = options.top_p * (1 - TOP_P_SLACK) * jnp.where(some_k, _total(blocked(left, fill=0.0)), total)
-    pth = _largest(order, lambda kept: _total(blocked(jnp.where(kept, left, 0.0), fill=0.0)) >= enough)
+    enough = options.top_p * (1 - TOP_P_SLACK) * jnp.where(some_k, vocab.total(left), total)
+    pth = _largest(order, lambda kept: vocab.total(jnp.where(kept, left, 0.0)) >= enough)
     exact = jnp.maximum(kth, jnp.where(some_p, pth, jnp.iinfo(jnp.int32).min))
-    lowest = jnp.where(order >= exact[:, None], scaled, jnp.inf).min(axis=-1)
+    lowest = vocab.min(jnp.where(order >= exact[:, None], scaled, jnp.inf))
     return jnp.where(known, cut, lowest)
 
 
@@ -305,16 +285,6 @@ def _ordered(x: jax.Array) -> jax.Array:
     """float32 -> int32 in the same order."""
     bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def _block_sums(weights: jax.Array) -> jax.Array:
-    """``[rows, blocks, LANES]`` -> ``[rows, blocks]``."""
-    return row_sums(weights.reshape(-1, LANES)).reshape(weights.shape[:2])
-
-
-def _total(weights: jax.Array) -> jax.Array:
-    """``[rows, blocks, LANES]`` -> ``[rows]``."""
-    return row_sums(_block_sums(weights))[:, 0]
 
 
 def _no_logprobs(logits: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

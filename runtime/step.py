@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from precast.models import transformer
-from precast.models.attention import Packed, Segment
-from precast.models.cache import Cache
+from precast.models.cache import Cache, Packed, Segment
 from precast.models.config import ModelConfig
+from precast.models.placement import Placement
 from precast.runtime.sample import Rows, Sampled, SlotState, raw_logprobs, sample
+from precast.runtime.vocab import Vocab
 
 SCORE_ROWS = 32
 
@@ -52,7 +53,13 @@ class BackboneInputs:
 
 
 def backbone(
-    weights: transformer.Weights, cache: Cache, last_tokens: jax.Array, inputs: BackboneInputs, *, config: ModelConfig
+    weights: transformer.Weights,
+    cache: Cache,
+    last_tokens: jax.Array,
+    inputs: BackboneInputs,
+    *,
+    config: ModelConfig,
+    placement: Placement,
 ) -> tuple[Cache, jax.Array, jax.Array | None]:
     """Runs one step's tokens through the model.
 
@@ -61,6 +68,7 @@ def backbone(
       cache: donated.
       last_tokens: ``[slots + 1]`` int32, what each slot sampled last: the decode rows' input.
       inputs: segments and the rows to select.
+      config, placement: of the model.
 
     Returns:
       The cache; the selected hidden states ``[head_rows, hidden]`` float32; and the prefill segment's hidden states
@@ -72,21 +80,37 @@ def backbone(
         segments.append(Segment(last_tokens[rows.slots][:, None], rows.starts, rows.lengths, rows.page_table))
     if inputs.prefill is not None:
         segments.append(inputs.prefill)
-    cache, hidden = transformer.forward(weights, cache, tuple(segments), config=config)
+    cache, hidden = transformer.forward(weights, cache, tuple(segments), config=config, placement=placement)
     scored = None if inputs.prefill is None else hidden[hidden.shape[0] - inputs.prefill.num_tokens :]
     return cache, hidden[inputs.select], scored
 
 
 def head(
-    weights: transformer.Weights, state: SlotState, hidden: jax.Array, rows: Rows, *, config: ModelConfig
+    weights: transformer.Weights,
+    state: SlotState,
+    hidden: jax.Array,
+    rows: Rows,
+    *,
+    config: ModelConfig,
+    placement: Placement,
 ) -> tuple[SlotState, Sampled]:
     """Samples a token for the first ``len(rows.slots)`` of ``hidden [head_rows, hidden]`` (state donated)."""
-    logits = transformer.unembed(weights, hidden[: rows.slots.shape[0]], config)
-    return sample(logits, state, rows)
+    logits = transformer.unembed(weights, hidden[: rows.slots.shape[0]], config, placement)
+    return sample(logits, state, rows, vocab=vocab_of(config, placement))
+
+
+def vocab_of(config: ModelConfig, placement: Placement) -> Vocab:
+    """The part of the vocabulary that one device holds."""
+    return Vocab(config.vocab_size, placement.local(config.vocab_size, "vocab"), placement.shard)
 
 
 def score(
-    weights: transformer.Weights, hidden: jax.Array, targets: jax.Array, *, config: ModelConfig
+    weights: transformer.Weights,
+    hidden: jax.Array,
+    targets: jax.Array,
+    *,
+    config: ModelConfig,
+    placement: Placement,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities of ``targets [tokens]`` int32 after ``hidden [tokens, hidden]``.
 
@@ -99,6 +123,7 @@ def score(
     targets = jnp.pad(targets, (0, rest)).reshape(-1, SCORE_ROWS)
 
     def part(block: tuple[jax.Array, jax.Array]):
-        return raw_logprobs(transformer.unembed(weights, block[0], config), block[1])
+        logits = transformer.unembed(weights, block[0], config, placement)
+        return raw_logprobs(logits, block[1], vocab=vocab_of(config, placement))
 
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], jax.lax.map(part, (hidden, targets)))

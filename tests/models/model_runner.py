@@ -10,7 +10,7 @@ import numpy as np
 
 from precast.models import cache as kv_cache
 from precast.models import layout, transformer
-from precast.models.attention import Segment
+from precast.models.cache import Segment
 from precast.models.checkpoint import Checkpoint
 
 PAGE_SIZE = 16

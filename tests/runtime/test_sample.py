@@ -11,8 +11,11 @@ from transformers.generation import logits_process
 
 from precast.runtime import programs, sample
 from precast.runtime.request import SamplingParams
+from precast.runtime.vocab import Vocab
+from precast.sharding.shard import Shard
 
 VOCAB, ROWS = 320, 8
+VOCABULARY = Vocab(VOCAB, VOCAB, Shard())
 
 
 @functools.lru_cache
@@ -20,7 +23,11 @@ def compiled():
     """``sample`` for ROWS rows, as the engine would compile it."""
     state = programs.empty_slots(ROWS, VOCAB)
     rows = sample.Rows(np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32))
-    return jax.jit(sample.sample).lower(np.zeros((ROWS, VOCAB), np.float32), state, rows).compile()
+    return (
+        jax.jit(functools.partial(sample.sample, vocab=VOCABULARY))
+        .lower(np.zeros((ROWS, VOCAB), np.float32), state, rows)
+        .compile()
+    )
 
 
 def state_with(options):
@@ -132,7 +139,11 @@ def test_cuts_keep_what_the_reference_processors_keep(seed):
         state = programs.empty_slots(ROWS - 1, VOCAB)
         state.options.top_k[...], state.options.top_p[...], state.options.temperature[...] = top_k, top_p, 1.0
         scaled = logits - logits.max(axis=1, keepdims=True)
-        cut = np.asarray(jax.jit(sample._threshold)(scaled, np.exp(scaled), jax.tree.map(jnp.asarray, state.options)))
+        cut = np.asarray(
+            jax.jit(functools.partial(sample._threshold, vocab=VOCABULARY))(
+                scaled, np.exp(scaled), jax.tree.map(jnp.asarray, state.options)
+            )
+        )
         for row in range(ROWS):
             scores = torch.tensor(logits[row : row + 1])
             scores = logits_process.TopKLogitsWarper(int(top_k[row]))(None, scores)
@@ -150,7 +161,11 @@ def test_top_p_closes_over_50000_equal_tokens():
     state.options.top_p[...], state.options.temperature[...] = 0.5, 1.0
     scaled = np.zeros((2, vocab), np.float32)
     scaled[:, 25_000:] = -1e-3
-    cut = np.asarray(jax.jit(sample._threshold)(scaled, np.exp(scaled), jax.tree.map(jnp.asarray, state.options)))
+    cut = np.asarray(
+        jax.jit(functools.partial(sample._threshold, vocab=Vocab(vocab, vocab, Shard())))(
+            scaled, np.exp(scaled), jax.tree.map(jnp.asarray, state.options)
+        )
+    )
     assert ((scaled >= cut[:, None]).sum(axis=1) == 25_000).all()
 
 
@@ -164,7 +179,9 @@ def test_processors_agree_with_the_reference():
     state.options.bias_ids[:, :2], state.options.bias_values[:, :2] = [5, 6], [4.0, -100.0]
     rows = sample.Rows(np.arange(ROWS, dtype=np.int32), np.full(ROWS, 30, np.int32))
     options = jax.tree.map(lambda x: jnp.asarray(x[:ROWS]), state.options)
-    got = np.asarray(sample._process(jnp.asarray(logits), jax.tree.map(jnp.asarray, state), options, rows))
+    got = np.asarray(
+        sample._process(jnp.asarray(logits), jax.tree.map(jnp.asarray, state), options, rows, vocab=VOCABULARY)
+    )
     seen = torch.tensor(np.concatenate([prompt, output]))[None]
     for row in range(ROWS):
         expected = logits_process.RepetitionPenaltyLogitsProcessor(1.3)(seen, torch.tensor(logits[row : row + 1]))
@@ -182,7 +199,9 @@ def test_min_tokens_bans_the_listed_ids_and_no_other():
     state.options.banned_ids[:, :2] = 2, 9
     rows = sample.Rows(np.arange(ROWS, dtype=np.int32), np.array([0, 1, 2, 3, 4, 0, 0, 0], np.int32))
     options = jax.tree.map(lambda x: jnp.asarray(x[:ROWS]), state.options)
-    got = np.asarray(sample._process(jnp.asarray(logits), jax.tree.map(jnp.asarray, state), options, rows))
+    got = np.asarray(
+        sample._process(jnp.asarray(logits), jax.tree.map(jnp.asarray, state), options, rows, vocab=VOCABULARY)
+    )
     banned = np.isneginf(got)
     assert banned.sum(axis=1).tolist() == [2, 2, 2, 0, 0, 2, 2, 2]
     assert banned[0, [2, 9]].all() and not banned[:, -1].any()
