@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 
 import openai
@@ -37,14 +38,14 @@ def script(tmp_path):
 
 
 @contextlib.contextmanager
-def serving(script, tiny):
+def serving(script, tiny, *flags):
     command = [sys.executable, script, f"--model={tiny}", f"--grpc_port={processes.free_port()}"]
-    command += [f"--http_port={processes.free_port()}", "--metrics_port=0", *FLAGS]
+    command += [f"--http_port={processes.free_port()}", "--metrics_port=0", *FLAGS, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             lines = [process.stdout.readline(), process.stdout.readline()]
             assert lines[1].startswith("ready: curl "), lines
-            yield process, lines[1]
+            yield process, "".join(lines)
         finally:
             process.kill()
 
@@ -65,8 +66,8 @@ def is_gone(pid):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_answers_and_ends(shared_server, tiny, script, number):
-    with serving(script, tiny) as (process, line):
-        url, body = re.fullmatch(r"ready: curl (\S+) .* -d '(.*)'\n", line).groups()
+    with serving(script, tiny) as (process, said):
+        url, body = re.search(r"^ready: curl (\S+) .* -d '(.*)'$", said, re.MULTILINE).groups()
         request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             assert json.load(response)["choices"][0]["message"]["role"] == "assistant"
@@ -78,10 +79,11 @@ def test_it_answers_and_ends(shared_server, tiny, script, number):
 
 
 def test_a_drain_finishes_what_clients_of_the_gateway_wait_for(shared_server, tiny, script):
-    with serving(script, tiny) as (process, line), concurrent.futures.ThreadPoolExecutor(8) as pool:
-        url = re.search(r"http://\S+/v1", line)[0]
+    with serving(script, tiny) as (process, said), concurrent.futures.ThreadPoolExecutor(8) as pool:
+        url = re.search(r"http://\S+/v1", said)[0]
+        health = re.search(r"http://\S+/(?=metrics;)", said)[0] + "health"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            options = {"model": "tiny", "prompt": "hello", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+            options = {"model": "tiny", "prompt": "hello", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
             begun = queue.Queue()
 
             def stream():
@@ -91,9 +93,36 @@ def test_a_drain_finishes_what_clients_of_the_gateway_wait_for(shared_server, ti
             calls = [pool.submit(stream) for _ in range(8)]
             for _ in range(4):
                 begun.get(timeout=30)
+            pids = children(process).values()
             process.terminate()
-            assert [call.result() for call in calls] == [100] * 8
+            wait_for(lambda: not is_healthy(health))
+            with pytest.raises(openai.InternalServerError, match=r"503.*shutting down"):
+                client.completions.create(model="tiny", prompt="late")
+            assert [call.result() for call in calls] == [300] * 8
         assert process.wait(30) == 0
+        assert all(map(is_gone, pids))
+        with processes.socket.create_server(("127.0.0.1", int(re.search(r":(\d+)/", url)[1]))):
+            pass
+
+
+def is_healthy(url):
+    try:
+        with urllib.request.urlopen(url, timeout=10):
+            return True
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_has_to_be_killed_is_a_failure(shared_server, tiny, script, victim):
+    script.write_text(script.read_text().replace("KILL_SECONDS = 10", "KILL_SECONDS = 1"))
+    with serving(script, tiny, "--drain_timeout=0") as (process, _):
+        pids = list(children(process).values())
+        os.kill(pids[victim], signal.SIGSTOP)
+        process.terminate()
+        assert process.wait(30) == 1
+        assert all(map(is_gone, pids))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
