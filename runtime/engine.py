@@ -123,6 +123,7 @@ class Engine:
         *,
         priority: int = 0,
         salt: str = "",
+        tenant: str = "",
     ) -> Request:
         """Checks a request; raises RequestError that names field, value and limit."""
         if not len(prompt_token_ids):
@@ -141,7 +142,7 @@ class Engine:
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(63))
         token_ids = np.asarray(prompt_token_ids, np.int32)
-        return Request(request_id, token_ids, params, sink, priority, next(self._arrivals), salt)
+        return Request(request_id, token_ids, params, sink, priority, next(self._arrivals), salt, tenant)
 
     def add(self, request: Request) -> None:
         """Queues a prepared request; raises RequestError if its id is in use."""
@@ -170,6 +171,10 @@ class Engine:
         """Ends what is left of a request with ABORT; nothing happens for an id that is not running."""
         for sequence in list(self._requests.get(request_id, ())):
             self._end(sequence, sequence.end(FinishReason.ABORT))
+
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix; what runs goes on."""
+        self._scheduler.pool.forget()
 
     def fail(self, error: str) -> None:
         """Ends every request with ERROR, after a step that raised."""

@@ -53,6 +53,7 @@ class EngineThread:
         *,
         priority: int = 0,
         salt: str = "",
+        tenant: str = "",
     ) -> None:
         """Queues a request.
 
@@ -62,6 +63,7 @@ class EngineThread:
           sink: called in the engine's thread, once a step and output sequence; it must not block.
           priority: lower runs first.
           salt: only requests of one salt share cached prefixes.
+          tenant: on whose behalf; "" for nobody in particular.
 
         Raises:
           RequestError: the request is refused; nothing of it is kept.
@@ -74,10 +76,12 @@ class EngineThread:
             try:
                 sink(delta)
             except Exception:
-                logging.exception("the reader of request %s raised; the request is aborted", request_id)
+                logging.exception("the reader of request %s (tenant %r) raised; it is aborted", request_id, tenant)
                 self.abort(request_id)
 
-        request = self.engine.prepare(request_id, prompt_token_ids, params, deliver, priority=priority, salt=salt)
+        request = self.engine.prepare(
+            request_id, prompt_token_ids, params, deliver, priority=priority, salt=salt, tenant=tenant
+        )
         with self._changed:
             if self._refusal is not None:
                 raise EngineUnavailable(self._refusal)
@@ -90,6 +94,11 @@ class EngineThread:
         """Ends a request with ABORT before the next step; nothing happens for one that is not running."""
         with self._changed:
             self._post(lambda: self.engine.abort(request_id))
+
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix: no request submitted after this finds one from before."""
+        with self._changed:
+            self._post(self.engine.flush_cache)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

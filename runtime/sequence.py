@@ -16,6 +16,7 @@ class Request:
     """What was submitted.
 
     prompt_token_ids: ``[tokens]`` int32.  priority: lower runs first.  arrival: order of submission.
+    salt: only requests of one salt share cached prefixes.  tenant: on whose behalf, "" for nobody in particular.
     """
 
     request_id: str
@@ -25,6 +26,7 @@ class Request:
     priority: int
     arrival: int
     salt: str = ""
+    tenant: str = ""
 
 
 class Sequence:

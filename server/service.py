@@ -145,12 +145,18 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise EngineUnavailable(f"{reason}: try another server")
         request_id = request.request_id or uuid.uuid4().hex
         params = wire.sampling_params(request)
+        metadata = wire.RequestMetadata.of(context.invocation_metadata() or ())
         prompt_token_ids = await self._prompt_token_ids(request)
         # The engine frees an id with the last token; here it is taken until the client has that token.
         if request_id in self._active:
             raise RequestError(f"request_id is {request_id[:64]!r}: a request with this id is running")
         queue = DeltaQueue(self._limits.max_queued_deltas, lambda: self._engine.abort(request_id))
-        self._engine.submit(request_id, prompt_token_ids, params, queue.put)
+        self._engine.submit(
+            *(request_id, prompt_token_ids, params, queue.put),
+            priority=metadata.priority,
+            salt=metadata.cache_salt,
+            tenant=metadata.tenant,
+        )
         self._active.add(request_id)
         try:
             async for message in self._messages(request_id, request.stream, queue, prompt_token_ids, params):
@@ -302,10 +308,17 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 sha256=hashlib.sha256(data).hexdigest() if last else "",
             )
 
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.FlushCacheResponse:
+        """Does not wait for the engine to be idle, whatever the request says: what runs keeps its pages."""
+        self._engine.flush_cache()
+        return common_pb2.FlushCacheResponse(success=True, message="cached prefixes are forgotten")
+
     async def _not_offered(self, request: Message, context: grpc.aio.ServicerContext) -> NoReturn:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not offer this call")
 
-    Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _not_offered
+    Embed = StartProfile = StopProfile = SubscribeKvEvents = _not_offered
 
 
 class _RpcError(Exception):

@@ -7,12 +7,19 @@ Proto3 cannot tell an unset number from 0, so 0 means "not given" for ``top_p``,
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from precast.runtime.request import OutputDelta, RequestError, SamplingParams, TokenLogprobs
+from precast.runtime.request import OutputDelta, RequestError, SamplingParams, TokenLogprobs, shown
+
+TENANT_KEY = "precast-tenant"
+PRIORITY_KEY = "precast-priority"
+CACHE_SALT_KEY = "precast-cache-salt"
+MAX_METADATA_CHARS = 128
+PRIORITY_MIN, PRIORITY_MAX = -(2**31), 2**31 - 1
 
 _UNSUPPORTED_REQUEST_FIELDS = (
     "kv_transfer_params",
@@ -62,6 +69,43 @@ def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestMetadata:
+    """What a request says beside the contract's fields, in gRPC metadata.
+
+    Attributes:
+      tenant: on whose behalf; "" for nobody in particular.
+      priority: lower runs first.
+      cache_salt: only requests of one salt share cached prefixes.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+
+    @classmethod
+    def of(cls, metadata: Iterable[tuple[str, str | bytes]]) -> RequestMetadata:
+        """Raises RequestError for a key that is given twice or has a bad value; unknown keys are nobody's business."""
+        found: dict[str, str | bytes] = {}
+        for key, value in metadata:
+            if key in (TENANT_KEY, PRIORITY_KEY, CACHE_SALT_KEY):
+                if key in found:
+                    raise RequestError(f"metadata {key} is given more than once: it must be given once")
+                found[key] = value
+        for key in (TENANT_KEY, CACHE_SALT_KEY):
+            if not 0 < len(found.get(key, "-")) <= MAX_METADATA_CHARS:
+                raise RequestError(
+                    f"metadata {key} has {len(found[key])} characters: it must have from 1 to {MAX_METADATA_CHARS}"
+                )
+        priority = str(found.get(PRIORITY_KEY, "0"))
+        if not re.fullmatch(r"-?[0-9]{1,10}", priority) or not PRIORITY_MIN <= int(priority) <= PRIORITY_MAX:
+            raise RequestError(
+                f"metadata {PRIORITY_KEY} is {shown(priority)}: "
+                f"it must be an integer from {PRIORITY_MIN} to {PRIORITY_MAX}, where lower runs first"
+            )
+        return cls(str(found.get(TENANT_KEY, "")), int(priority), str(found.get(CACHE_SALT_KEY, "")))
 
 
 def _refuse(message: Message, names: Iterable[str]) -> None:

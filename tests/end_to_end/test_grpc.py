@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from processes import BIN, generate, output_ids, wait_for
+from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -177,6 +178,38 @@ def test_malformed_and_oversized_messages(server):
 def test_a_long_prompt_within_the_limit_of_messages(stub):
     with pytest.raises(grpc.RpcError, match="384"):
         list(stub.Generate(generate([5] * 2_000_000)))
+
+
+def test_salts_keep_prefixes_apart_until_the_cache_is_flushed(stub):
+    def cached(salt):
+        metadata = (("precast-cache-salt", salt),) if salt else ()
+        [answer] = stub.Generate(generate([7] * 60, max_tokens=1), metadata=metadata)
+        return answer.complete.cached_tokens
+
+    stub.FlushCache(common_pb2.FlushCacheRequest())
+    assert [cached(salt) for salt in ("", "", "a", "b", "a")] == [0, 48, 0, 0, 48]
+    assert stub.FlushCache(common_pb2.FlushCacheRequest()).success
+    assert [cached(salt) for salt in ("", "a", "a")] == [0, 0, 48]
+
+
+def test_who_has_priority_runs_first(server, stub):
+    order = []
+
+    def run(name, priority):
+        metadata = (("precast-priority", str(priority)),)
+        request = generate([5, 6], n=4, max_tokens=300, ignore_eos=True)  # takes all slots
+        assert len(output_ids(stub.Generate(request, metadata=metadata))) == 4
+        order.append(name)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        calls = []
+        for waiting, (name, priority) in enumerate([("running", 0), ("later", 1), ("sooner", -1)]):
+            calls.append(pool.submit(run, name, priority))
+            wait_for(lambda waiting=waiting: server.metric("vllm:num_requests_waiting") == 4 * waiting)
+            wait_for(lambda: server.metric("vllm:num_requests_running") == 4)
+        for call in calls:
+            call.result()
+    assert order == ["running", "sooner", "later"]
 
 
 def test_metrics_count(server, stub):

@@ -25,6 +25,7 @@ class FakeEngine:
         self.failure = None
         self.requests = {}
         self.submitted = []
+        self.metadata = []
         self.aborted = []
         self.gate = threading.Event()  # steps run while it is set
         self.gate.set()
@@ -35,7 +36,7 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, request_id, prompt_token_ids, params, sink, *, priority=0):
+    def submit(self, request_id, prompt_token_ids, params, sink, *, priority=0, salt="", tenant=""):
         if self._draining or self.failure:
             raise EngineUnavailable("draining")
         if not prompt_token_ids:
@@ -43,6 +44,7 @@ class FakeEngine:
         params.validate(320)
         with self._lock:
             self.submitted.append((request_id, list(prompt_token_ids), params))
+            self.metadata.append((priority, salt, tenant))
             self.requests[request_id] = _Running(sink, params, len(prompt_token_ids))
 
     def abort(self, request_id):

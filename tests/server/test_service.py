@@ -122,6 +122,33 @@ def test_bad_requests_name_the_field(stub, engine, bad, words):
     assert len(list(stub.Generate(request(max_tokens=2)))) == 1
 
 
+def test_metadata_reaches_the_engine(stub, engine):
+    given = (("precast-tenant", "acme"), ("precast-priority", "-3"), ("precast-cache-salt", "s 1"), ("x-other", "y"))
+    list(stub.Generate(request(max_tokens=1), metadata=given))
+    list(stub.Generate(request(max_tokens=1)))
+    assert engine.metadata == [(-3, "s 1", "acme"), (0, "", "")]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ([("precast-priority", "high")], "precast-priority is 'high': it must be an integer"),
+        ([("precast-priority", "1.5")], "precast-priority is '1.5'"),
+        ([("precast-priority", "")], "precast-priority is ''"),
+        ([("precast-priority", str(2**31))], "precast-priority is '2147483648'"),
+        ([("precast-priority", "9" * 5000)], "precast-priority is '999"),
+        ([("precast-priority", "1"), ("precast-priority", "2")], "precast-priority is given more than once"),
+        ([("precast-tenant", "")], "precast-tenant has 0 characters"),
+        ([("precast-tenant", "x" * 129)], "precast-tenant has 129 characters: it must have from 1 to 128"),
+        ([("precast-cache-salt", "x" * 129)], "precast-cache-salt has 129 characters"),
+    ],
+)
+def test_bad_metadata_is_named(stub, engine, metadata, words):
+    code, details = error_of(stub.Generate(request(max_tokens=1), metadata=metadata))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and words in details and len(details) < 200
+    assert not engine.submitted
+
+
 def test_errors_do_not_repeat_a_long_input(stub):
     code, details = error_of(stub.Generate(request(stop=["y" * 100_000] * 40)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT and len(details) < 1000
@@ -218,7 +245,6 @@ def test_what_the_server_says_of_itself(stub, engine):
     "call",
     [
         lambda stub: stub.Embed(pb.EmbedRequest()),
-        lambda stub: stub.FlushCache(common_pb2.FlushCacheRequest()),
         lambda stub: stub.StartProfile(common_pb2.StartProfileRequest()),
         lambda stub: stub.StopProfile(common_pb2.StopProfileRequest()),
         lambda stub: list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())),
