@@ -42,10 +42,10 @@ class Placement:
     def is_stacked(self) -> bool:
         """Whether like layers run under one scan over stacked weights.
 
-        Not on CPU, which copies a layer's slice; nor on tpu7x, whose compiler lays the whole stack out anew in
-        every step.
+        Not on CPU and NVIDIA chips, where each layer's slice is copied out of the stack; nor on tpu7x, whose
+        compiler lays the whole stack out anew in every step.
         """
-        return not self.is_cpu and self.target.chip != "tpu7x"
+        return self.target.backend in ("tpu", "reference") and self.target.chip != "tpu7x"
 
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError for a mesh that cannot hold the model; the message names the legal degrees."""

@@ -25,8 +25,8 @@ class MemoryCheckpoint(Checkpoint):
         self.text = text
         self._arrays = arrays
 
-    def read(self, name):
-        return self._arrays[name]
+    def read(self, name, index=None):
+        return self._arrays[name] if index is None else self._arrays[name][index]
 
     def check(self):
         assert {name: array.shape for name, array in self._arrays.items()} == {
