@@ -136,7 +136,8 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         except (RequestError, ChatError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_MAX_ERROR_CHARS])
         except Exception:
-            logging.exception("Generate failed")
+            tenant = dict(context.invocation_metadata() or ()).get(wire.TENANT_KEY)
+            logging.exception("Generate failed: request %r, tenant %r", request.request_id[:64], tenant)
             await context.abort(grpc.StatusCode.INTERNAL, "internal error: the server's log has the details")
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:

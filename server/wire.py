@@ -29,15 +29,9 @@ _UNSUPPORTED_REQUEST_FIELDS = (
     "media_refs",
     "data_parallel_rank",
 )
-_UNSUPPORTED_SAMPLING_FIELDS = (
-    "json_schema",
-    "regex",
-    "grammar",
-    "structural_tag",
-    "json_object",
-    "choice",
-    "truncate_prompt_tokens",
-)
+_STRUCTURED_OUTPUT_FIELDS = ("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice")
+_LEAVE_UNSET = "leave it unset"
+_NO_STRUCTURE = "ask without structured output, response_format and a required tool_choice among it"
 
 
 def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
@@ -46,8 +40,9 @@ def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     Raises RequestError naming the first field that this server does not support.
     """
     params = request.sampling_params
-    _refuse(request, _UNSUPPORTED_REQUEST_FIELDS)
-    _refuse(params, _UNSUPPORTED_SAMPLING_FIELDS)
+    _refuse(request, _UNSUPPORTED_REQUEST_FIELDS, _LEAVE_UNSET)
+    _refuse(params, ("truncate_prompt_tokens",), _LEAVE_UNSET)
+    _refuse(params, _STRUCTURED_OUTPUT_FIELDS, _NO_STRUCTURE)
     return SamplingParams(
         n=params.n or 1,
         temperature=params.temperature if params.HasField("temperature") else 1.0,
@@ -108,11 +103,11 @@ class RequestMetadata:
         return cls(str(found.get(TENANT_KEY, "")), int(priority), str(found.get(CACHE_SALT_KEY, "")))
 
 
-def _refuse(message: Message, names: Iterable[str]) -> None:
+def _refuse(message: Message, names: Iterable[str], way_out: str) -> None:
     given = {field.name for field, _ in message.ListFields()}
     for name in names:
         if name in given:
-            raise RequestError(f"{name} is not supported by this server: leave it unset")
+            raise RequestError(f"{name} is not supported by this server: {way_out}")
 
 
 @dataclasses.dataclass

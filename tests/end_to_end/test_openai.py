@@ -164,9 +164,23 @@ def test_chats_that_cannot_be(client, messages):
         chat(client, messages)
 
 
-def test_structured_output_is_refused_by_name(client):
-    with pytest.raises(openai.BadRequestError, match=r"json_(schema|object) is not supported"):
-        chat(client, response_format={"type": "json_object"})
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema"),  # the gateway makes it a schema
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "json_schema"),
+        ({"extra_body": {"regex": "[0-9]+"}}, "regex"),
+        ({"extra_body": {"ebnf": "root ::= 'a'"}}, "grammar"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_choice": "required"},
+         "json_schema"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_structured_output_is_refused_by_name(client, options, field, stream):
+    with pytest.raises(
+        openai.BadRequestError, match=f"{field} is not supported by this server: ask without structured"
+    ):
+        chat(client, stream=stream, **options)
 
 
 def test_an_unknown_model_is_not_found(client):
