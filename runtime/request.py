@@ -20,6 +20,7 @@ MAX_STOP_TOKEN_IDS = 32
 MAX_LOGIT_BIAS = 512
 MAX_N = 64
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+_INTEGERS = (int, np.integer)
 
 
 class RequestError(ValueError):
@@ -194,7 +195,7 @@ def check_token_id(field: str, token_id: Any, vocab_size: int) -> None:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, _INTEGERS) and not isinstance(value, bool)
 
 
 def shown(value: Any) -> str:
@@ -215,7 +216,7 @@ def _instance(field: str, value: Any, kind: Any, wanted: str) -> None:
 
 
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    good = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    good = isinstance(value, (*_INTEGERS, float, np.floating)) and not isinstance(value, bool)
     if not good or not low <= value <= high or (low_open and value == low):  # no comparison with NaN holds
         interval = f"{'(' if low_open else '['}{low:g}, {high:g}]"
         raise RequestError(f"{field} is {shown(value)}: it must be a number in {interval}")
