@@ -134,8 +134,7 @@ class LLM:
                 f"prompt is {shown(prompt)}: it must be a string, "
                 '{"prompt": a string} or {"prompt_token_ids": a list of integers}'
             )
-        self._require_text().check_length(text, self._engine.shapes.max_model_len)
-        return text, self._require_text().encode_prompt(text)
+        return text, self._require_text().encode_prompt(text, self._engine.shapes.max_model_len)
 
     def _require_text(self) -> TextEncoder:
         if self._text is None:

@@ -177,9 +177,9 @@ class EngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise RequestError("input is not set: it must be tokenized or text")
         if self._text is None:
             raise RequestError("text cannot be used: this model has no tokenizer, send tokenized ids")
-        self._text.check_length(request.text, self._engine.config.max_model_len or 0)  # the engine has resolved it
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, self._text.encode_prompt, request.text)
+        limit = self._engine.config.max_model_len
+        return await loop.run_in_executor(self._tokenizing, self._text.encode_prompt, request.text, limit)
 
     async def _messages(
         self,

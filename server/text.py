@@ -55,8 +55,10 @@ class TextEncoder:
                 f"of at most {self._max_token_bytes} bytes each"
             )
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a raw prompt, with one begin token at the most."""
+    def encode_prompt(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Ids of a raw prompt, with one begin token at the most; max_tokens as ``check_length``."""
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
         ids = _encode(self.tokenizer, text)
         bos = self._bos_token_id
         if self._add_bos and bos is not None and ids[:1] != [bos]:

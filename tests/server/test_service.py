@@ -82,6 +82,13 @@ def test_text_gets_one_begin_token(stub, engine):
     assert first == second and first.count(0) == 1 and first[0] == 0
 
 
+def test_a_text_that_can_never_fit_is_refused_by_its_size(stub, engine):
+    engine.config.max_model_len = 10
+    code, details = error_of(stub.Generate(pb.GenerateRequest(text="x" * 121)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "prompt has 121 bytes: the limit is 120, max_model_len 10 tokens of at most 12 bytes each" in details
+
+
 def test_a_missing_request_id_is_made_up(stub, engine):
     list(stub.Generate(request(request_id="", max_tokens=1)))
     list(stub.Generate(request(request_id="", max_tokens=1)))
