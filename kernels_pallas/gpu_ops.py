@@ -1,4 +1,5 @@
-"""The few operations that Hopper, Blackwell and Mosaic GPU's interpreter spell differently, behind one name each.
+"""The few operations that Hopper, Blackwell, Mosaic GPU's interpreter and the releases of JAX from 0.10 to 0.12 spell
+differently, behind one name each.
 
 On a chip values live in registers under a layout and products run on the tensor cores, whose results Hopper leaves in
 registers and Blackwell in a memory of their own; the interpreter of JAX 0.10 has neither layouts nor transposed
@@ -7,6 +8,8 @@ operands.  Kernels take an ``Ops`` and stay one text for all.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,16 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# JAX 0.10 asks for an index, 0.12 takes none
+_LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+# JAX 0.10 has no place for it
+_TAKES_COST = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
+
+
+def _transposed(ref):
+    # the function is deprecated where the method exists
+    return ref.transpose(1, 0) if jax.__version_info__ >= (0, 11, 2) else plgpu.transpose_ref(ref, (1, 0))
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,17 @@ class Ops:
         """What a kernel passes as ``interpret``."""
         return InterpretGPUParams(detect_races=True) if self.interpret else None
 
+    @property
+    def compiler_params(self) -> plgpu.CompilerParams:
+        # the default semantics change with JAX 0.11
+        return plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+    def kernel(self, body: Callable[..., None], cost: pl.CostEstimate, **options: Any) -> Callable[..., Any]:
+        """``plgpu.kernel`` for this target; ``options`` are its own."""
+        if _TAKES_COST:
+            options["cost_estimate"] = cost
+        return plgpu.kernel(body, compiler_params=self.compiler_params, interpret=self.params, **options)
+
     def product_scratch(self, shape: tuple[int, int]) -> dict[str, Any]:
         """What ``product`` needs for a result of a shape, by name, to be allocated by the kernel."""
         if not self.blackwell or self.interpret:
@@ -61,7 +85,7 @@ class Ops:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout or self.layout)
 
     def load(self, ref, layout) -> jax.Array:
-        return ref[...] if self.interpret else plgpu.load(ref, (), layout=layout)
+        return ref[...] if self.interpret else plgpu.load(ref, *_LOAD_INDEX, layout=layout)
 
     def product(self, a, b, shape: tuple[int, int], refs, *, a_t=False, b_t=False, acc=None) -> jax.Array:
         """``a @ b`` (or ``acc + a @ b``) in float32; ``a`` is a shared-memory ref or registers, ``b`` a ref.
@@ -70,10 +94,12 @@ class Ops:
         """
         if self.interpret:
             left, right = a[...], b[...]
+            # the tensor cores read as bulk copies do; the interpreter is told so for the copy that comes next
+            plgpu.commit_smem()
             out = jnp.dot(left.T if a_t else left, right.T if b_t else right, preferred_element_type=jnp.float32)
             return out if acc is None else acc + out
-        left = plgpu.transpose_ref(a, (1, 0)) if a_t else a
-        right = plgpu.transpose_ref(b, (1, 0)) if b_t else b
+        left = _transposed(a) if a_t else a
+        right = _transposed(b) if b_t else b
         if self.blackwell:
             plgpu.tcgen05_mma(refs["tensor_memory"], left, right, refs["multiplied"], accumulate=False)
             plgpu.barrier_wait(refs["multiplied"])
@@ -96,5 +122,5 @@ class Ops:
             ref[...] = x.T
         else:
             layout = plgpu.Layout.TCGEN05_TRANSPOSED if self.blackwell else plgpu.Layout.WGMMA_TRANSPOSED
-            plgpu.transpose_ref(ref, (1, 0))[...] = plgpu.layout_cast(x, layout)
+            _transposed(ref)[...] = plgpu.layout_cast(x, layout)
         plgpu.commit_smem()

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from precast.kernels_pallas import layout
+from precast.kernels_pallas import costs, layout
 from precast.kernels_pallas.cache_update import reference
 from precast.kernels_pallas.gpu_ops import Ops
 
@@ -47,10 +47,12 @@ def cache_update(pages, keys, values, page_table, context_lens, q_starts, *, tar
         write_token,
         out_type=(),
         mesh=plgpu.Mesh(grid=(rows, q), grid_names=("row", "token")),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=ops.compiler_params,
+        cost_estimate=costs.update(pages, rows * q),
         interpret=ops.params,
     )
-    write(cache, context_lens, q_starts, page_table, lanes)
+    with jax.named_scope("precast_cache_update"):
+        write(cache, context_lens, q_starts, page_table, lanes)
     if scales is not None and token_scales is not None:
         page, offset = reference.places(page_table, context_lens, q_starts, q, pages)
         scales = reference.scatter_scales(scales, token_scales, page, offset, page_size)

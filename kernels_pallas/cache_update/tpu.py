@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from precast.kernels_pallas import layout
+from precast.kernels_pallas import costs, layout
 
 # Up to this many new tokens a row are put into a tile one by one; more are first aligned to tiles by a gather.
 _ONE_BY_ONE = 8
@@ -110,11 +110,7 @@ def _write(spec, cache, new, *, page_table, lens, starts, target):
         ),
         input_output_aliases={4: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        cost_estimate=pl.CostEstimate(
-            flops=0,
-            bytes_accessed=2 * entries * spec.tiles * tile * lanes * cache.dtype.itemsize,
-            transcendentals=0,
-        ),
+        cost_estimate=costs.update(cache, entries * spec.tiles * tile),
         interpret=pltpu.InterpretParams(detect_races=True) if target.interpret else False,
         name="precast_cache_update",
     )(lens, starts, page_table.reshape(-1), new, cache)

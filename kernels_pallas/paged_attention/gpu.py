@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from precast.kernels_pallas import layout
+from precast.kernels_pallas import costs, layout
 from precast.kernels_pallas.gpu_ops import Ops
 from precast.kernels_pallas.paged_attention import gpu_rows, gpu_swapped
 from precast.kernels_pallas.paged_attention.gpu_common import Spec
@@ -59,9 +59,10 @@ def paged_attention(queries, pages, page_table, context_lens, q_starts, *, confi
     grouped = grouped.reshape(rows, kv_heads, q * group, head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, spec.tiles * spec.tile - q * group), (0, 0)))
     kernel = gpu_swapped if choice.swapped else gpu_rows
-    parts = kernel.attend(
-        spec, Ops(target.gpu.sm, target.interpret), grouped, pages, page_table, context_lens, q_starts, scales
-    )
+    ops = Ops(target.gpu.sm, target.interpret)
+    cost = costs.attention(queries, pages, config, page_table.size * pages.shape[1])
+    with jax.named_scope("precast_paged_attention"):
+        parts = kernel.attend(spec, ops, grouped, pages, page_table, context_lens, q_starts, scales, cost)
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, q))
     out = _combine(*(part[:, :, :, : q * group] for part in parts), sinks=sinks)

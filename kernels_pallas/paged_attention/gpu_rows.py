@@ -21,7 +21,7 @@ from precast.kernels_pallas.paged_attention.gpu_common import GRID, LOG2E, LOWES
 _ROWS = 64
 
 
-def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_starts, scales):
+def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_starts, scales, cost):
     """Queries ``[rows, kv_heads, tiles * tile, head_dim]`` -> the parts that ``gpu._combine`` joins."""
     assert scales is None, "quantised pages go to gpu_swapped"
     rows, kv_heads = queries.shape[:2]
@@ -46,16 +46,15 @@ def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_sta
     def body(*refs):
         _kernel(spec, ops, dict(zip(names, refs, strict=True)))
 
-    return plgpu.kernel(
+    return ops.kernel(
         body,
+        cost,
         out_type=list(outputs.values()),
         scratch_types=list(scratch.values()),
         grid=(rows, spec.splits, spec.tiles, kv_heads),
         grid_names=GRID,
         num_threads=groups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=ops.params,
     )(*inputs.values())
 
 

@@ -17,7 +17,7 @@ from precast.kernels_pallas.paged_attention import gpu_common
 from precast.kernels_pallas.paged_attention.gpu_common import GRID, LOG2E, LOWEST_TOP, MASKED, Spec
 
 
-def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_starts, scales):
+def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_starts, scales, cost):
     """Queries ``[rows, kv_heads, tiles * tile, head_dim]`` -> the parts that ``gpu._combine`` joins."""
     rows, kv_heads = queries.shape[:2]
     scratch = {
@@ -44,14 +44,13 @@ def attend(spec: Spec, ops: Ops, queries, pages, page_table, context_lens, q_sta
     def body(*refs):
         _kernel(spec, ops, dict(zip(names, refs, strict=True)))
 
-    out, top, total = plgpu.kernel(
+    out, top, total = ops.kernel(
         body,
+        cost,
         out_type=list(outputs.values()),
         scratch_types=list(scratch.values()),
         grid=(rows, spec.splits, spec.tiles, kv_heads),
         grid_names=GRID,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=ops.params,
     )(*inputs.values())
     pairs = (spec.splits, rows, kv_heads, spec.tiles * spec.tile)
     out = jnp.swapaxes(out, -1, -2).reshape(*pairs, spec.value_dim)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from precast.kernels_pallas import layout
+from precast.kernels_pallas import costs, layout
 from precast.kernels_pallas.paged_attention.tuning import tpu_blocks
 
 # Table entries that fit in scalar memory (1 MiB) beside what the compiler keeps there.
@@ -106,14 +106,16 @@ def paged_attention(queries, pages, page_table, context_lens, q_starts, *, confi
     grouped = jnp.pad(queries, ((0, 0), (0, padded - q), (0, 0), (0, 0)))
     grouped = grouped.reshape(rows, padded, kv_heads, group, head_dim).swapaxes(1, 2)
     grouped = grouped.reshape(rows, kv_heads, padded * group, head_dim)
-    out = _call(spec, grouped, pages, page_table, context_lens, q_starts, sinks, scales, target)
+    # at most: every table entry live
+    cost = costs.attention(queries, pages, config, page_table.size * page_size)
+    out = _call(spec, grouped, pages, page_table, context_lens, q_starts, sinks, scales, target, cost)
     out = out.reshape(rows, kv_heads, padded, group, spec.value_dim).swapaxes(1, 2)
     return out[:, :q].reshape(rows, q, heads, spec.value_dim)
 
 
-def _call(spec, queries, pages, page_table, context_lens, q_starts, sinks, scales, target):
+def _call(spec, queries, pages, page_table, context_lens, q_starts, sinks, scales, target, cost):
     """Queries ``[rows, kv_heads, q * group, head_dim]`` -> ``[rows, kv_heads, q * group, value_dim]``."""
-    rows, kv_heads = queries.shape[:2]
+    kv_heads = queries.shape[1]
     parts = target.tpu.cores if spec.steps % target.tpu.cores == 0 else 1
     per_part = spec.steps // parts
 
@@ -143,7 +145,6 @@ def _call(spec, queries, pages, page_table, context_lens, q_starts, sinks, scale
         in_specs.append(pl.BlockSpec(memory_space=pl.ANY))
         scratch["scale_buffers"] = pltpu.VMEM((2, spec.block_pages, 1, scales.shape[2]), jnp.float32)
 
-    tokens = rows * spec.width * spec.page_size
     names = ["queries"] + ["sinks"] * (sinks is not None) + ["pages"] + ["scales"] * (scales is not None)
     return pl.pallas_call(
         functools.partial(_named_kernel, spec, per_part, (*names, "out", *scratch)),
@@ -158,12 +159,7 @@ def _call(spec, queries, pages, page_table, context_lens, q_starts, sinks, scale
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(target.tpu.vmem_bytes * 0.9)
         ),
-        # at most: every table entry live
-        cost_estimate=pl.CostEstimate(
-            flops=2 * tokens * spec.q * spec.group * kv_heads * (spec.head_dim + spec.value_dim),
-            bytes_accessed=tokens * lanes * pages.dtype.itemsize + 2 * queries.size * queries.dtype.itemsize,
-            transcendentals=tokens * spec.q * spec.group * kv_heads,
-        ),
+        cost_estimate=cost,
         interpret=pltpu.InterpretParams(detect_races=True) if target.interpret else False,
         name="precast_paged_attention",
     )(context_lens, q_starts, page_table.reshape(-1), *inputs)
