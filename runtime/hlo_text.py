@@ -130,6 +130,8 @@ class Module:
         """An integer scalar from constants and the given parameters (a number, or a tuple's list); else None."""
         instruction = computation.instructions[name]
         opcode, operands = instruction.opcode, instruction.operands
+        if opcode != "parameter" and [array.elements for array in instruction.arrays] != [1]:
+            return None
         if opcode == "constant":
             if re.fullmatch(r"-?\d+", instruction.inside):
                 return int(instruction.inside)
