@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from precast.kernels_pallas.grouped_product import grouped_product
 from precast.models.config import ModelConfig, MoeConfig
-from precast.models.layers import Dense, gated, grouped_linear, linear, row_sums
+from precast.models.layers import gated, grouped_linear, linear, row_sums
 from precast.models.placement import Placement
-from precast.sharding.shard import Shard
 
 # Rows that are routed at a time.
 _ROUTE_BLOCK = 8
@@ -25,9 +25,8 @@ def mixture(weights: dict[str, Any], x: jax.Array, config: ModelConfig, placemen
     """
     moe = config.moe
     assert moe is not None
-    ids, mix = _route_blocks(linear(x, weights["router"]), moe, weights.get("correction_bias"))
-    shard = placement.shard
-    outputs = _visit(weights, x, ids, config, shard)
+    ids, mix = _route(linear(x, weights["router"]), moe, weights.get("correction_bias"))
+    outputs = _visit(weights, x, ids, config, placement)
     # Term by term, so that the order of the sum is that of the token's own choice.
     total = outputs[:, 0] * mix[:, :1]
     for choice in range(1, moe.experts_per_token):
@@ -38,18 +37,26 @@ def mixture(weights: dict[str, Any], x: jax.Array, config: ModelConfig, placemen
         if moe.shared_gate:
             shared = shared * jax.nn.sigmoid(row_sums(x * weights["shared_gate"]))
         total = total + shared
+    shard = placement.shard
     if shard.degree("mlp") == 1:
         return total
     return shard.sum(total.astype(weights["experts_down"].kernel.dtype), "mlp").astype(jnp.float32)
 
 
-def _route_blocks(logits: jax.Array, moe: MoeConfig, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """``route`` in blocks of one height: XLA's CPU backend vectorises a softmax by the number of rows, and a row's
-    last bits with it."""
-    tokens, experts = logits.shape
-    blocks = jnp.pad(logits, ((0, -tokens % _ROUTE_BLOCK), (0, 0))).reshape(-1, _ROUTE_BLOCK, experts)
-    routed = jax.lax.map(lambda block: route(block, moe, correction_bias), blocks)
-    return jax.tree.map(lambda x: x.reshape(-1, moe.experts_per_token)[:tokens], routed)
+def _route(logits: jax.Array, moe: MoeConfig, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """``route``, on CPU in blocks of one height: XLA's backend vectorises a softmax there by the number of rows, and a
+    row's last bits with it."""
+
+    def whole(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return route(logits, moe, correction_bias)
+
+    def in_blocks(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens, experts = logits.shape
+        blocks = jnp.pad(logits, ((0, -tokens % _ROUTE_BLOCK), (0, 0))).reshape(-1, _ROUTE_BLOCK, experts)
+        routed = jax.lax.map(whole, blocks)
+        return jax.tree.map(lambda x: x.reshape(-1, moe.experts_per_token)[:tokens], routed)
+
+    return jax.lax.platform_dependent(logits, cpu=in_blocks, default=whole)
 
 
 def route(logits: jax.Array, moe: MoeConfig, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -97,21 +104,26 @@ def _within_groups(choice: jax.Array, moe: MoeConfig) -> jax.Array:
     return jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(tokens, experts)
 
 
-def _visit(weights: dict[str, Any], x: jax.Array, ids: jax.Array, config: ModelConfig, shard: Shard) -> jax.Array:
+def _visit(
+    weights: dict[str, Any], x: jax.Array, ids: jax.Array, config: ModelConfig, placement: Placement
+) -> jax.Array:
     """Each token through each of its experts ``ids [tokens, k]``: ``[tokens, k, hidden]`` float32, this device's part
     of the sum."""
+    gate_up, down = weights["experts_gate_up"], weights["experts_down"]
     tokens, k = ids.shape
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=weights["experts_down"].kernel.shape[0])
+    sizes = jnp.bincount(flat, length=down.kernel.shape[0]).astype(jnp.int32)
     rows, experts = x[order // k], flat[order]
-    gate_up, down = weights["experts_gate_up"], weights["experts_down"]
-    gate, up = jnp.split(_products(rows, gate_up, experts, sizes), 2, axis=-1)
-    bias = None if down.bias is None else shard.once(down.bias, "mlp")
-    rows = _products(gated(gate, up, config), Dense(down.kernel, bias), experts, sizes)
+
+    def products(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        if placement.is_cpu:
+            y = grouped_linear(rows, kernel, sizes)
+        else:
+            y = grouped_product(rows, kernel, sizes, target=placement.target)
+        return y if bias is None else y + bias[experts]
+
+    gate, up = jnp.split(products(rows, gate_up.kernel, gate_up.bias), 2, axis=-1)
+    bias = None if down.bias is None else placement.shard.once(down.bias, "expert_mlp")
+    rows = products(gated(gate, up, config), down.kernel, bias)
     return rows[jnp.argsort(order)].reshape(tokens, k, -1)
-
-
-def _products(rows: jax.Array, weight: Dense, experts: jax.Array, sizes: jax.Array) -> jax.Array:
-    y = grouped_linear(rows, weight.kernel, sizes)
-    return y if weight.bias is None else y + weight.bias[experts]

@@ -106,13 +106,13 @@ def _mla_specs(config: ModelConfig, mla: MlaConfig) -> dict[str, ArraySpec]:
     return specs | _output_specs(config, heads * mla.v_head_dim)
 
 
-def _mlp_specs(prefix: str, hidden: int, width: int, bias: bool) -> dict[str, ArraySpec]:
+def _mlp_specs(prefix: str, hidden: int, width: int, bias: bool, axis: str = "mlp") -> dict[str, ArraySpec]:
     specs: dict[str, ArraySpec] = {}
     for part in ("gate", "up"):
-        specs[f"{prefix}.{part}.weight"] = _dense(width, "mlp", hidden, "embed")
+        specs[f"{prefix}.{part}.weight"] = _dense(width, axis, hidden, "embed")
         if bias:
-            specs[f"{prefix}.{part}.bias"] = ArraySpec((width,), ("mlp",))
-    specs[f"{prefix}.down.weight"] = _dense(hidden, "embed", width, "mlp")
+            specs[f"{prefix}.{part}.bias"] = ArraySpec((width,), (axis,))
+    specs[f"{prefix}.down.weight"] = _dense(hidden, "embed", width, axis)
     if bias:
         specs[f"{prefix}.down.bias"] = ArraySpec((hidden,), ("embed",))
     return specs
@@ -125,7 +125,7 @@ def _moe_specs(config: ModelConfig, moe: MoeConfig) -> dict[str, ArraySpec]:
         specs["moe.router.bias"] = ArraySpec((moe.num_experts,), (None,))
     if moe.correction_bias:
         specs["moe.correction_bias"] = ArraySpec((moe.num_experts,), (None,))
-    for name, spec in _mlp_specs("moe", hidden, moe.intermediate_size, moe.expert_bias).items():
+    for name, spec in _mlp_specs("moe", hidden, moe.intermediate_size, moe.expert_bias, "expert_mlp").items():
         specs[name] = ArraySpec((moe.num_experts, *spec.shape), ("experts", *spec.axes))
     if moe.shared_intermediate_size:
         specs |= _mlp_specs("moe.shared", hidden, moe.shared_intermediate_size, False)

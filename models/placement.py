@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from precast.kernels_pallas import grouped_product
 from precast.kernels_pallas.targets import Target
 from precast.models.config import ModelConfig
 from precast.sharding.mesh import MeshSpec
@@ -70,7 +71,10 @@ class Placement:
 
     def local(self, size: int, axis: str) -> int:
         """Units of an evenly divided axis that one device holds, padding included."""
-        return -(-size // self.shard.degree(axis))
+        degree = self.shard.degree(axis)
+        held = -(-size // degree)
+        is_padded = axis == "expert_mlp" and degree > 1 and not self.is_cpu
+        return -(-held // grouped_product.WIDTH_MULTIPLE) * grouped_product.WIDTH_MULTIPLE if is_padded else held
 
     def local_heads(self, config: ModelConfig) -> tuple[int, int]:
         """(query heads, KV heads) that one device holds, padding included."""
@@ -80,13 +84,13 @@ class Placement:
     def pieces(self, config: ModelConfig, axis: str | None, size: int, index: int) -> list[Piece]:
         """What device ``index`` along an axis holds of a dimension of ``size`` with that logical axis."""
         degree = 1 if axis is None else self.shard.degree(axis)
-        if degree == 1:
+        if axis is None or degree == 1:
             return [slice(0, size)]
         if axis in ("heads", "kv_heads"):
             queries, keys = _head_shards(config.num_heads, config.num_kv_heads, degree)
             units, count = (queries, config.num_heads) if axis == "heads" else (keys, config.num_kv_heads)
             return _pieces(units[index], size // count)
-        held = -(-size // degree)
+        held = self.local(size, axis)
         first, last = min(index * held, size), min((index + 1) * held, size)
         pieces: list[Piece] = [slice(first, last)] if last > first else []
         return pieces if last - first == held else [*pieces, held - (last - first)]

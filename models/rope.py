@@ -100,5 +100,7 @@ def halves_first(array: np.ndarray, num_heads: int, first: int, dim: int) -> np.
       first, dim: in each head, rows first to first + dim - 1 are the pairs (0, 1), (2, 3), …
     """
     heads = array.reshape(num_heads, -1, *array.shape[1:])
-    before, pairs, after = np.split(heads, [first, first + dim], axis=1)
-    return np.concatenate([before, pairs[:, ::2], pairs[:, 1::2], after], axis=1).reshape(array.shape)
+    order = np.arange(heads.shape[1])
+    pairs = order[first : first + dim]
+    order[first : first + dim] = np.concatenate([pairs[::2], pairs[1::2]])
+    return heads[:, order].reshape(array.shape)

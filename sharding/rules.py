@@ -10,6 +10,7 @@ RULES: dict[str, str | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "expert_mlp": "tensor",
     "experts": "expert",
     "layers": None,
     "embed": None,
