@@ -28,7 +28,7 @@ _TAKES_COST = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
 
 def _transposed(ref):
     # the function is deprecated where the method exists
-    return ref.transpose(1, 0) if jax.__version_info__ >= (0, 11, 2) else plgpu.transpose_ref(ref, (1, 0))
+    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11, 2) else plgpu.transpose_ref(ref, (1, 0))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from precast.runtime.hlo_text import Computation, Instruction, Module, parse
-from precast.runtime.hlo_work import COLLECTIVES, Cost, called, instruction_cost
+from precast.runtime.hlo_work import COLLECTIVES, Cost, called, instruction_cost, kernel_cost
 
 __all__ = ["COLLECTIVES", "Account", "Copy", "Cost", "Item", "account", "aliased_parameters", "collectives", "copies",
            "custom_calls"]  # fmt: skip
@@ -120,8 +120,8 @@ def account(text: str, *, kernels: Mapping[str, Cost] | None = None, trip_count:
 
     Args:
       text: ``compiled.as_text()``.
-      kernels: the cost of one call of a Pallas kernel, by a part of its name in the traced program, such as
-        ``precast_paged_attention``; it stands above the estimate in the text.
+      kernels: for paged kernels, by a part of the name in the traced program such as ``precast_paged_attention``, what
+        one call moves of the pages, and its flops; it stands above the estimate in the text.
       trip_count: how often loops run whose count depends on data.
 
     Raises ValueError where the text is not HLO.
@@ -154,7 +154,7 @@ def copies(text: str, least_bytes: int) -> tuple[Copy, ...]:
     """Instructions that only move or convert values (copies, transposes, slices taken out of an array, fusions of such)
     and whose result, in the device's memory, is at least ``least_bytes``.
 
-    With the size of the smallest weight, or of the cache, it finds each copy of one.  What a TPU copies into VMEM is not
+    With the size of the smallest weight, or of the cache, it finds each copy of one.  What a TPU copies to VMEM is not
     among them.
     """
     module = parse(text)
@@ -240,7 +240,7 @@ class _Walk:
         cost, sent = instruction_cost(self.module, computation, instruction), 0
         if kind == "custom-call":
             kind += ":" + (instruction.attribute(r'custom_call_target="([^"]*)"') or "")
-            cost = self._kernel_cost(instruction) or cost
+            cost = self._kernel_cost(computation, instruction) or cost
         inside, collective = self._collective(computation, instruction)
         if collective is not None:
             kind = collective.opcode.removesuffix("-start")
@@ -257,10 +257,12 @@ class _Walk:
             inside = [instruction]
         return computation, next((i for i in inside if i.opcode.removesuffix("-start") in COLLECTIVES), None)
 
-    def _kernel_cost(self, call: Instruction) -> Cost | None:
-        given = next((cost for name, cost in self.kernels.items() if name in call.op_name), None)
+    def _kernel_cost(self, computation: Computation, call: Instruction) -> Cost | None:
+        for name, cache in self.kernels.items():
+            if name in call.op_name:
+                return kernel_cost(computation, call, cache)
         estimate = call.attribute(r'"cost_estimate":\{([^}]*)\}')
-        if given is not None or estimate is None:
-            return given
+        if estimate is None:
+            return None
         numbers = dict(re.findall(r'"(\w+)":"(\d+)"', estimate))
         return Cost(int(numbers.get("bytes_accessed", 0)), int(numbers.get("flops", 0)))

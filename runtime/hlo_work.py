@@ -38,6 +38,15 @@ def instruction_cost(module: Module, inside: Computation, instruction: Instructi
     return Cost(_moved(module, inside, instruction), _flops(module, inside, instruction))
 
 
+def kernel_cost(inside: Computation, call: Instruction, cache: Cost) -> Cost:
+    """The cost of a paged kernel that moves ``cache.bytes`` of its pages and their scales: with its other operands and
+    results.  The pages are the largest operand; what has as many rows is paged too."""
+    operands = [inside.instructions[name].arrays for name in call.operands]
+    pages = max((arrays[0] for arrays in operands), key=lambda array: array.bytes)
+    others = [() if arrays[0].dims[:1] == pages.dims[:1] else arrays for arrays in operands]
+    return Cost(_custom_call_bytes(call, others) + cache.bytes, cache.flops)
+
+
 def called(module: Module, instruction: Instruction) -> Computation:
     """The computation of a fusion."""
     return module.computations[str(instruction.called("calls"))]
