@@ -12,28 +12,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from precast.kernels_pallas import grouped_product
-from precast.models import rope
+from precast.models import buffers, rope, streaming
 from precast.models.config import MlaConfig, ModelConfig
 from precast.models.layers import Dense
 from precast.models.params import ArraySpec, layer_specs, param_specs
-from precast.models.placement import Placement
+from precast.models.placement import Piece, Placement
+from precast.models.streaming import Read
 from precast.sharding.rules import Axes, partition
 
 # NumPy arrays when a checkpoint is read, traced ones when only shapes are wanted.
 Array = Any
-
-
-class Read(Protocol):
-    """Canonical name -> array (see ``models.params``), or the part of it at ``index``, a slice a dimension."""
-
-    def __call__(self, name: str, index: tuple[slice, ...] | None = None) -> Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +115,7 @@ def build(
       The weight pytree that ``transformer.forward`` takes.
     """
     devices = 1 if mesh is None else mesh.devices.size
-    parts = [_Part(config, read, dtype, num_positions, placement, index, np) for index in range(devices)]
+    parts = [_Part(config, read, dtype, num_positions, placement, index) for index in range(devices)]
     trees = [part.ends() for part in parts]
     weights = jax.tree.map(lambda *leaves: _load(leaves, mesh), *trees)
     layers = []
@@ -142,15 +137,7 @@ def shapes(
     mesh: jax.sharding.Mesh | None,
 ):
     """The weights as ShapeDtypeStructs with shardings, from the config alone."""
-    specs = param_specs(config)
-
-    def read(name: str, index: tuple[slice, ...] | None = None) -> jax.Array:
-        shape = specs[name].shape
-        if index is not None:
-            shape = tuple(len(range(*one.indices(size))) for one, size in zip(index, shape, strict=True))
-        return jnp.zeros(shape, jnp.float32)
-
-    part = _Part(config, read, dtype, num_positions, placement, 0, jnp)
+    part = _Part(config, None, dtype, num_positions, placement, 0)
 
     def describe(leaf: Leaf) -> jax.ShapeDtypeStruct:
         local = jax.eval_shape(leaf.make)
@@ -174,7 +161,7 @@ def _sharding(axes: Axes, mesh: jax.sharding.Mesh | None) -> jax.sharding.NamedS
 def _load(leaves: tuple[Leaf, ...], mesh: jax.sharding.Mesh | None) -> jax.Array:
     """Makes one array of the leaves that the devices hold, in the mesh's order."""
     if mesh is None:
-        return jnp.asarray(leaves[0].make())
+        return jax.device_put(leaves[0].make())
     sharding = _sharding(leaves[0].axes, mesh)
     assert sharding is not None
     if sharding.is_fully_replicated:
@@ -197,7 +184,7 @@ def _stacked(layers: list[dict[str, Any]]) -> dict[str, Any]:
             first = leaves[0].make()
             if not isinstance(first, np.ndarray):
                 return jnp.broadcast_to(first, (len(leaves), *first.shape))
-            whole = np.empty((len(leaves), *first.shape), first.dtype)
+            whole = buffers.empty((len(leaves), *first.shape), first.dtype)
             whole[0] = first
             for i, leaf in enumerate(leaves[1:], 1):
                 whole[i] = leaf.make()
@@ -211,21 +198,21 @@ def _stacked(layers: list[dict[str, Any]]) -> dict[str, Any]:
 class _Part:
     """The weights that one device of the mesh holds, as leaves.
 
+    read: of the checkpoint, or None to find shapes only: then arrays are traced zeros.
     index: the device's number along the mesh's one divided axis.
-    numpy: ``numpy``, or ``jax.numpy`` to find shapes only.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        read: Read,
+        read: Read | None,
         dtype: str,
         num_positions: int,
         placement: Placement,
         index: int,
-        numpy: Any,
     ):
-        self.config, self.placement, self.numpy = config, placement, numpy
+        self.config, self.placement = config, placement
+        self.numpy: Any = np if read else jnp
         self._read, self.dtype, self._num_positions, self._index = read, jnp.dtype(dtype), num_positions, index
         self._specs = param_specs(config)
 
@@ -245,29 +232,24 @@ class _Part:
     def layer(self, layer: int) -> dict[str, Any]:
         return _Layer(self, layer).leaves()
 
-    def fetch(self, name: str, spec: ArraySpec) -> Array:
-        """This device's part of an array, padded with zeros where the dimension does not divide."""
-        if self.placement.replicas(spec.axes):
-            return self._read(name)
-        pieces = [
+    def fetch(self, name: str, spec: ArraySpec, dtype: Any, out: np.ndarray | None = None) -> Array:
+        """This device's part of an array, padded with zeros where the dimension does not divide; into ``out``, which
+        must be zeros, where that is given."""
+        pieces = self._pieces(spec)
+        if self._read is None:
+            return jnp.zeros(streaming.shape_of(pieces), dtype)
+        out = buffers.empty(streaming.shape_of(pieces), dtype) if out is None else out
+        streaming.fill(out, self._read, name, pieces)
+        return out
+
+    def local_shape(self, spec: ArraySpec) -> tuple[int, ...]:
+        return streaming.shape_of(self._pieces(spec))
+
+    def _pieces(self, spec: ArraySpec) -> list[list[Piece]]:
+        return [
             self.placement.pieces(self.config, axis, size, self._index)
             for axis, size in zip(spec.axes, spec.shape, strict=True)
         ]
-        return self._gather(name, pieces, ())
-
-    def _gather(self, name: str, pieces: list[list[slice | int]], index: tuple[slice, ...]) -> Array:
-        if not pieces:
-            return self._read(name, index)
-        axis = len(index)
-        parts = [
-            self._gather(name, pieces[1:], (*index, slice(0, 0) if isinstance(piece, int) else piece))
-            for piece in pieces[0]
-        ]
-        for i, piece in enumerate(pieces[0]):
-            if isinstance(piece, int):
-                widths = [(0, piece if one == axis else 0) for one in range(parts[i].ndim)]
-                parts[i] = self.numpy.pad(parts[i], widths)
-        return parts[0] if len(parts) == 1 else self.numpy.concatenate(parts, axis=axis)
 
 
 class _Arrays:
@@ -281,7 +263,7 @@ class _Arrays:
         """A float32 array as it is stored, plus ``offset``; ``reshape`` flattens it."""
 
         def make() -> Array:
-            array = self.stored(name).astype(np.float32, copy=False) + np.float32(offset)
+            array = self.stored(name, np.float32) + np.float32(offset)
             return array.reshape(-1) if reshape else array
 
         axes = self._spec(name).axes
@@ -290,10 +272,9 @@ class _Arrays:
     def norm(self, name: str) -> Leaf:
         return self.vector(name, self._part.config.norm_offset)
 
-    def stored(self, name: str) -> Array:
-        return self._part.fetch(self._prefix + name, self._spec(name))
+    def stored(self, name: str, dtype: Any, out: np.ndarray | None = None) -> Array:
+        return self._part.fetch(self._prefix + name, self._spec(name), dtype, out)
 
-    # LEAD: your edits around here are lost, see the top of this file.
     def dense(self, *parts: str, axis: int = 0, dtype: Any = None) -> Dense:
         """One product of several, its outputs side by side along ``axis``."""
         kernel = self._joined([f"{part}.weight" for part in parts], axis, dtype or self._part.dtype)
@@ -318,8 +299,16 @@ class _Arrays:
 
     def _joined(self, names: list[str], axis: int, dtype: Any) -> Leaf:
         def make() -> Array:
-            arrays = [self.stored(name).astype(dtype, copy=False) for name in names]
-            return arrays[0] if len(arrays) == 1 else self._numpy.concatenate(arrays, axis=axis)
+            if len(names) == 1:
+                return self.stored(names[0], dtype)
+            if self._numpy is jnp:
+                return jnp.concatenate([self.stored(name, dtype) for name in names], axis=axis)
+            shapes = [self._part.local_shape(self._spec(name)) for name in names]
+            borders = np.cumsum([shape[axis] for shape in shapes])
+            whole = buffers.empty((*shapes[0][:axis], borders[-1], *shapes[0][axis + 1 :]), dtype)
+            for name, part in zip(names, np.split(whole, borders[:-1], axis=axis), strict=True):
+                self.stored(name, dtype, part)
+            return whole
 
         return Leaf(self._spec(names[0]).axes, make)
 
@@ -342,9 +331,16 @@ class _Layer(_Arrays):
         weights |= self._mixture() if config.layer_is_moe(self._layer) else self._mlp("mlp", "")
         return weights
 
-    def stored(self, name: str) -> Array:
+    def stored(self, name: str, dtype: Any, out: np.ndarray | None = None) -> Array:
         """As read, but for the order of a head's dimensions."""
-        array = super().stored(name)
+        array = super().stored(name, dtype, out)
+        ordered = self._halves_first(name, array)
+        if out is None or ordered is array:
+            return ordered
+        out[...] = ordered
+        return out
+
+    def _halves_first(self, name: str, array: Array) -> Array:
         config = self._config
         if not config.rope.interleaved or not name.startswith("attn."):
             return array
@@ -387,8 +383,9 @@ class _Layer(_Arrays):
 
     def _up(self, mla: MlaConfig) -> tuple[Array, Array]:
         """What rebuilds keys (transposed) and values: ``[heads, latent, nope]`` and ``[heads, value, latent]``."""
-        up = self.stored("attn.kv_up.weight").reshape(-1, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
-        keys, values = self._numpy.split(up.astype(self._part.dtype, copy=False), [mla.qk_nope_head_dim], axis=1)
+        up = self.stored("attn.kv_up.weight", self._part.dtype)
+        up = up.reshape(-1, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
+        keys, values = self._numpy.split(up, [mla.qk_nope_head_dim], axis=1)
         return keys.swapaxes(1, 2), values
 
     def _mlp(self, source: str, prefix: str) -> dict[str, Any]:

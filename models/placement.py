@@ -10,7 +10,6 @@ from precast.kernels_pallas import grouped_product
 from precast.kernels_pallas.targets import Target
 from precast.models.config import ModelConfig
 from precast.sharding.mesh import MeshSpec
-from precast.sharding.rules import Axes
 from precast.sharding.shard import Shard
 
 # A run of consecutive units that a device holds, or a number of units of padding.
@@ -94,10 +93,6 @@ class Placement:
         first, last = min(index * held, size), min((index + 1) * held, size)
         pieces: list[Piece] = [slice(first, last)] if last > first else []
         return pieces if last - first == held else [*pieces, held - (last - first)]
-
-    def replicas(self, axes: Axes) -> bool:
-        """Whether every device holds all of an array with these axes."""
-        return all(axis is None or self.shard.degree(axis) == 1 for axis in axes)
 
 
 @functools.lru_cache

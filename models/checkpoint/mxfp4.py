@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
+from precast.models import buffers
 from precast.models.checkpoint.base import Header
 from precast.models.checkpoint.slices import Fetch, Index, extent
 from precast.models.errors import CheckpointError
@@ -44,7 +45,7 @@ def unpack(name: str, index: Index, fetch: Fetch) -> np.ndarray:
     experts, into, out = index
     groups = slice(into.start // _BLOCK, -(-into.stop // _BLOCK), 1)
     columns = slice(into.start - groups.start * _BLOCK, into.stop - groups.start * _BLOCK, into.step)
-    array = np.empty(extent(index), ml_dtypes.bfloat16)
+    array = buffers.empty(extent(index), ml_dtypes.bfloat16)
     for number, expert in enumerate(range(experts.start, experts.stop)):
         part = (slice(expert, expert + 1, 1), out, groups)
         blocks, scales = fetch(name + _BLOCKS, (*part, slice(0, _BLOCK // 2, 1)))[0], fetch(name + _SCALES, part)[0]

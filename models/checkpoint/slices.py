@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from precast.models import buffers
 from precast.models.families.base import Source
 
 Index = tuple[slice, ...]
@@ -55,7 +56,7 @@ def assemble(source: Source, name: str, index: Index, fetch: Fetch) -> np.ndarra
     tensors = source.names[index[0]]
     first = _part(source, name, tensors[0], index[1:], fetch)
     # Filled one expert at a time: all of a layer's experts are held once, never twice.
-    array = np.empty((len(tensors), *first.shape), first.dtype)
+    array = buffers.empty((len(tensors), *first.shape), first.dtype)
     array[0] = first
     for number, tensor in enumerate(tensors[1:], 1):
         array[number] = _part(source, name, tensor, index[1:], fetch)
