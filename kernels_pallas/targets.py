@@ -1,8 +1,13 @@
-"""The machines that kernels are written for, and the facts about each that kernels and planners need."""
+"""The machines that kernels are written for, and the facts about each that kernels and planners need.
+
+The figures are data, ``chips.json``, with their sources.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from importlib import resources
 
 BACKENDS = ("reference", "cpu", "tpu", "gpu")
 
@@ -18,6 +23,8 @@ class TpuChip:
     hbm_bytes_per_second: float
     # dense bfloat16 product
     flops_per_second: float
+    # to the other devices, all links and both directions together
+    link_bytes_per_second: float
     # how topologies.get_topology_desc names the generation
     topology: str
 
@@ -33,29 +40,14 @@ class GpuChip:
     hbm_bytes_per_second: float
     # dense bfloat16 product
     flops_per_second: float
+    # to the other devices, all links and both directions together
+    link_bytes_per_second: float
     target_config: str
 
 
-_MIB = 1 << 20
-TPU_CHIPS = {
-    chip.name: chip
-    for chip in (
-        TpuChip("v5e", 128 * _MIB, 1, 819e9, 197e12, "v5e"),
-        TpuChip("v5p", 64 * _MIB, 2, 2765e9, 459e12, "v5p"),
-        TpuChip("v6e", 128 * _MIB, 1, 1640e9, 918e12, "v6e"),
-        # two devices a chip, one TensorCore each
-        TpuChip("tpu7x", 64 * _MIB, 1, 3690e9, 1153e12, "tpu7x"),
-    )
-}
-GPU_CHIPS = {
-    chip.name: chip
-    for chip in (
-        GpuChip("a100", "sm_80", 108, 166912, 2039e9, 312e12, "a100_sxm_80.txtpb"),
-        GpuChip("h100", "sm_90a", 132, 232448, 3352e9, 989e12, "h100_sxm.txtpb"),
-        GpuChip("h200", "sm_90a", 132, 232448, 4800e9, 989e12, "h200.txtpb"),
-        GpuChip("b200", "sm_100a", 148, 232448, 8000e9, 2250e12, "b200.txtpb"),
-    )
-}
+_CHIPS = json.loads(resources.files("precast.kernels_pallas").joinpath("chips.json").read_text())
+TPU_CHIPS = {fields["name"]: TpuChip(**fields) for fields in _CHIPS["tpu"]}
+GPU_CHIPS = {fields["name"]: GpuChip(**fields) for fields in _CHIPS["gpu"]}
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,10 @@ def _compute(spec: Spec, ops: Ops, refs, here, warpgroup) -> None:
     total = ops.full((_ROWS,), 0.0, ops.layout.reduce(1))
     carry = lax.fori_loop(0, here.whole, functools.partial(fold, masked=False), (acc, top, total))
     acc, top, total = lax.fori_loop(here.whole, here.count, functools.partial(fold, masked=True), carry)
-    refs["out"].at[split, here.row, head, own][...] = gpu_common.normalised(spec, ops, acc, total, 0)
+    ops.store(refs["out"].at[split, here.row, head, own], gpu_common.normalised(spec, ops, acc, total, 0))
     # back from units of log2(e)
-    refs["top"].at[split, here.row, head, own][...] = top / LOG2E
-    refs["total"].at[split, here.row, head, own][...] = total
+    ops.store(refs["top"].at[split, here.row, head, own], top / LOG2E)
+    ops.store(refs["total"].at[split, here.row, head, own], total)
 
 
 def _fold(spec: Spec, ops: Ops, refs, here, block, slot, warpgroup, carry, *, masked: bool):

@@ -86,10 +86,10 @@ def _kernel(spec: Spec, ops: Ops, refs) -> None:
     top = ops.full((spec.tile,), LOWEST_TOP, ops.layout.reduce(0))
     total = ops.full((spec.tile,), 0.0, ops.layout.reduce(0))
     acc, top, total = lax.fori_loop(0, here.count, fold, (acc, top, total))
-    refs["out"].at[index][...] = gpu_common.normalised(spec, ops, acc, total, 1)
+    ops.store(refs["out"].at[index], gpu_common.normalised(spec, ops, acc, total, 1))
     # back from units of log2(e)
-    refs["top"].at[index][...] = top / LOG2E
-    refs["total"].at[index][...] = total
+    ops.store(refs["top"].at[index], top / LOG2E)
+    ops.store(refs["total"].at[index], total)
 
 
 def _fold(spec: Spec, ops: Ops, refs, here, block, slot, carry):
