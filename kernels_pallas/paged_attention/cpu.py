@@ -20,6 +20,9 @@ import numpy as np
 _MASKED = -1e30
 _LEAST_WIDTH = 16
 _LANES = 8
+# The largest score so far and the sum of exponentials, ``[batch, stacked, _LANES]``, and the values weighed by them,
+# ``[batch, stacked, value_width]``.
+_Running = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def paged_attention(
@@ -55,17 +58,15 @@ def paged_attention(
     rows, num_queries, heads, head_dim = queries.shape
     kv_heads, page_size, value_dim = value_pages.shape[1:]
     group = heads // kv_heads
-    stacked = group * num_queries
-    batch = rows * kv_heads
-
+    # All query heads of a KV head side by side: one small product a row and KV head.
+    batch, stacked = rows * kv_heads, group * num_queries
     grouped = queries.reshape(rows, num_queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = (grouped * scale).reshape(batch, stacked, head_dim)
     query_positions = q_starts[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
     width, value_width = max(page_size, _LEAST_WIDTH), max(value_dim, _LEAST_WIDTH)
     in_page = jnp.arange(width, dtype=jnp.int32)
 
-    def column(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
-        top, total, mixed = carry
+    def column(index: jax.Array, carry: _Running) -> _Running:
         page_ids = jax.lax.dynamic_index_in_dim(page_table, index, axis=1, keepdims=False)
         positions = index * page_size + in_page
         written = (positions[None, :] < context_lens[:, None]) & (in_page < page_size)
@@ -73,7 +74,6 @@ def paged_attention(
         if window is not None:
             visible &= positions[None, None, :] > query_positions[:, :, None] - window
         visible = jnp.broadcast_to(visible[:, None, None], (rows, kv_heads, group, num_queries, width))
-        visible = visible.reshape(batch, stacked, width)
 
         keys = _widen(_take_pages(key_pages, page_ids), width, axis=3).reshape(batch, head_dim, width)
         values = _widen(_widen(_take_pages(value_pages, page_ids), width, axis=2), value_width, axis=3)
@@ -81,29 +81,37 @@ def paged_attention(
         scores = jax.lax.dot_general(grouped, keys, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(visible, scores, _MASKED)
+        return _accumulate(carry, scores, values, visible.reshape(batch, stacked, width))
 
-        new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-        weights = jnp.where(visible, jnp.exp(scores - new_top[..., :1]), 0.0)
-        shrink = jnp.exp(top - new_top)
-        part = jax.lax.dot_general(weights, values, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-        return new_top, total * shrink + _row_sums(weights), mixed * shrink[..., :1] + part
-
-    if sinks is None:
-        top = jnp.full((batch, stacked, _LANES), _MASKED, jnp.float32)
-        total = jnp.zeros((batch, stacked, _LANES), jnp.float32)
-    else:
-        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1, 1)
-        sink = jnp.broadcast_to(sink, (rows, kv_heads, group, num_queries, _LANES))
-        top = sink.reshape(batch, stacked, _LANES)
-        total = jnp.ones((batch, stacked, _LANES), jnp.float32)
-    mixed = jnp.zeros((batch, stacked, value_width), jnp.float32)
+    running = _start(sinks, (rows, kv_heads, group, num_queries), value_width)
     columns = (jnp.max(context_lens) + page_size - 1) // page_size
-    _, total, mixed = jax.lax.fori_loop(0, columns, column, (top, total, mixed))
+    _, total, mixed = jax.lax.fori_loop(0, columns, column, running)
 
     out = (mixed / jnp.where(total > 0, total, 1.0)[..., :1])[..., :value_dim]
     out = out.reshape(rows, kv_heads, group, num_queries, value_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(rows, num_queries, heads, value_dim)
+
+
+def _start(sinks: jax.Array | None, shape: tuple[int, int, int, int], value_width: int) -> _Running:
+    """Accumulators before the first column, for ``shape`` (rows, kv_heads, group, queries)."""
+    rows, kv_heads, group, num_queries = shape
+    flat = (rows * kv_heads, group * num_queries, _LANES)
+    mixed = jnp.zeros((*flat[:2], value_width), jnp.float32)
+    if sinks is None:
+        return jnp.full(flat, _MASKED, jnp.float32), jnp.zeros(flat, jnp.float32), mixed
+    sink = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1, 1)
+    return jnp.broadcast_to(sink, (*shape, _LANES)).reshape(flat), jnp.ones(flat, jnp.float32), mixed
+
+
+def _accumulate(running: _Running, scores: jax.Array, values: jax.Array, visible: jax.Array) -> _Running:
+    """Takes in one column's ``scores [batch, stacked, width]`` and ``values [batch, width, value_width]``."""
+    top, total, mixed = running
+    scores = jnp.where(visible, scores, _MASKED)
+    new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
+    weights = jnp.where(visible, jnp.exp(scores - new_top[..., :1]), 0.0)
+    shrink = jnp.exp(top - new_top)
+    part = jax.lax.dot_general(weights, values, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    return new_top, total * shrink + _row_sums(weights), mixed * shrink[..., :1] + part
 
 
 def _row_sums(weights: jax.Array) -> jax.Array:
