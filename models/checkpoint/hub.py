@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 
 from precast.models.errors import CheckpointError
 
@@ -28,15 +34,23 @@ def download(hub_id: str) -> str:
     """
     try:
         return huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_PATTERNS))
+    except GatedRepoError:
+        raise CheckpointError(
+            f"{hub_id} is gated: accept its terms at {constants.ENDPOINT}/{hub_id}, then log in with `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"{hub_id} is neither a file or directory here nor a public model on {constants.ENDPOINT}: "
+            "correct the name; if it is private, log in with `hf auth login`"
+        ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise CheckpointError(
             f"{hub_id} is neither a file or directory here nor in the Hugging Face cache, "
             f"and the hub cannot be reached ({_first_line(error)}): give a local path"
         ) from None
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise CheckpointError(f"{hub_id} cannot be had from the Hugging Face hub: {_first_line(error)}") from None
-    except OSError as error:
-        raise CheckpointError(f"{hub_id} could not be downloaded: {_first_line(error)}") from None
+    # The client passes on errors of its HTTP library, and which library that is depends on its version.
+    except Exception as error:
+        raise CheckpointError(f"{hub_id} could not be downloaded: {_first_line(error)}: try again") from None
 
 
 def _first_line(error: Exception) -> str:
