@@ -47,11 +47,13 @@ class Program:
 
     def jitted(self) -> Any:
         """The function under ``jax.jit``, as it is lowered and exported."""
-        function = self.function
-        if self.mesh is not None:
-            specs = jax.tree.map(lambda x: x.sharding.spec, self.arguments)
-            function = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=self.outputs, check_vma=False)
-        return jax.jit(function, donate_argnums=self.donated)
+        if self.mesh is None:
+            return jax.jit(self.function, donate_argnums=self.donated)
+        specs = jax.tree.map(lambda x: x.sharding.spec, self.arguments)
+        function = jax.shard_map(self.function, mesh=self.mesh, in_specs=specs, out_specs=self.outputs, check_vma=False)
+        mesh = self.mesh
+        shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), self.outputs)
+        return jax.jit(function, donate_argnums=self.donated, out_shardings=shardings)
 
     def lower(self) -> jax.stages.Lowered:
         return self.jitted().lower(*self.arguments)
