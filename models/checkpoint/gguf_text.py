@@ -16,31 +16,32 @@ _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
-_WORDS = (
+# GPT-2's own pattern, and those of Llama 3 and of Qwen 2, which differ in how many digits stand together.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_WORDS_AND_DIGITS = _WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-# How ``tokenizer.ggml.pre`` cuts a text before merging:
-# (a pattern, or None for GPT-2's own; whether digits stand alone first).
-_CUTS: Mapping[str, tuple[str | None, bool]] = {
-    "default": (None, False),
-    "gpt-2": (None, False),
-    "olmo": (None, False),
-    "smollm": (None, True),
-    "starcoder": (None, True),
-    "refact": (None, True),
-    "command-r": (None, True),
-    "llama-bpe": (_WORDS, False),
-    "llama3": (_WORDS, False),
-    "llama-v3": (_WORDS, False),
-    "dbrx": (_WORDS, False),
-    "glm4": (_WORDS, False),
-    "qwen2": (_WORDS_AND_DIGITS, False),
-    "deepseek-r1-qwen": (_WORDS_AND_DIGITS, False),
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# How ``tokenizer.ggml.pre`` cuts a text before merging: by one pattern after the other, as llama.cpp's
+# src/llama-vocab.cpp defines the name (matches and what lies between them are pieces alike).
+_CUTS: Mapping[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "starcoder": (r"\p{N}", _GPT2),
+    "refact": (r"\p{N}", _GPT2),
+    "llama-bpe": (_LLAMA3,),
+    "llama3": (_LLAMA3,),
+    "llama-v3": (_LLAMA3,),
+    "qwen2": (_QWEN2,),
+    "deepseek-r1-qwen": (_QWEN2,),
+    "megrez": (_QWEN2,),
 }
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-_NFC = ("qwen2", "deepseek-r1-qwen")
+# A piece that is a token is not merged from its letters, and a text begins with BOS unless the file says otherwise.
+_WHOLE_PIECES = ("llama-bpe", "llama3", "llama-v3")
+# llama.cpp does not normalise; the tokenizers that these models were trained with do.
+_NFC = ("qwen2",)
 
 
 def read_text(metadata: Mapping[str, Any], config: Mapping[str, Any], where: str) -> TextAssets | None:
@@ -74,7 +75,7 @@ def read_text(metadata: Mapping[str, Any], config: Mapping[str, Any], where: str
     ids = {name: _token_id(ours, f"{name}_token_id", len(tokens), where) for name in ("bos", "eos")}
     ids["pad"] = _token_id(ours, "padding_token_id", len(tokens), where)
     ids["unk"] = _token_id(ours, "unknown_token_id", len(tokens), where)
-    add_bos = ours.get("add_bos_token", kind == "llama" or ours.get("pre") in _LLAMA3) and ids["bos"] is not None
+    add_bos = ours.get("add_bos_token", kind == "llama" or ours.get("pre") in _WHOLE_PIECES) and ids["bos"] is not None
     ends = {_token_id(ours, key, len(tokens), where) for key in _END_KEYS} - {None}
     settings = {f"{name}_token": None if token_id is None else tokens[token_id] for name, token_id in ids.items()}
     template = metadata.get("tokenizer.chat_template")
@@ -144,23 +145,22 @@ def _byte_level(ours: Mapping[str, Any], tokens: Sequence[str], where: str) -> d
         raise CheckpointError(f"{where}: tokenizer.ggml.merges is missing: a tokenizer of kind gpt2 needs it")
     cut = ours.get("pre")
     if cut is None:
-        _log.warning("%s: tokenizer.ggml.pre is missing: cutting texts as GPT-2 does", where)
-    if (cut or "default") not in _CUTS:
+        cut = "default"
+        _log.warning("%s: tokenizer.ggml.pre is missing: ids may differ from those that the model knows", where)
+    if cut not in _CUTS:
         raise CheckpointError(
             f"{where}: tokenizer.ggml.pre is {cut!r}: not implemented; implemented: {', '.join(_CUTS)}"
         )
-    pattern, digits = _CUTS[cut or "default"]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pattern is None}
-    steps: list[dict[str, Any]] = [byte_level]
-    if digits:
-        steps.insert(0, {"type": "Digits", "individual_digits": True})
-    if pattern is not None:
-        steps.insert(0, {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in _CUTS[cut]
+    ]
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     model = {
         "unk_token": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": cut in _LLAMA3,
+        "ignore_merges": cut in _WHOLE_PIECES,
         "vocab": {token: token_id for token_id, token in enumerate(tokens)},
         "merges": [_pair(merge) for merge in merges],
     }

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import gguf_writer
 import pytest
+import regex
 import tiny_checkpoints as tiny
 import tokenizers
+import transformers
+from tokenizers import pre_tokenizers
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from precast.models.checkpoint import CheckpointError, open_checkpoint
+from precast.models.checkpoint import CheckpointError, gguf_text, open_checkpoint
 
 SPACE = "\u2581"
 PIECES = ["he", "ll", "o", "llo", "hello", "wor", "ld", "world", "th", "the", "cat", "s", "cats", "at", "a"]
@@ -124,3 +129,101 @@ def test_every_end_token_counts(tmp_path):
 def test_metadata_that_cannot_be_used(tmp_path, changes, words):
     with pytest.raises(CheckpointError, match=words):
         open_with(tmp_path, **changes)
+
+
+def byte_level(cut):
+    """The tokenizer of a byte-level vocabulary with a few merges, and its (vocabulary, merges)."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [
+        "h e",
+        "l l",
+        "he ll",
+        "\u0120 w",
+        "1 2",
+        "12 3",
+        "\u0120 \u0120",
+        "' s",
+        "\u010a \u010a",
+        "\u00c3 \u00a9",
+    ]
+    tokens = [*letters, *(merge.replace(" ", "") for merge in merges)]
+    values = {"tokens": tokens, "merges": merges, "pre": cut}
+    tokenizer = gguf_text.read_text(
+        {f"tokenizer.ggml.{key}": value for key, value in {"model": "gpt2", **values}.items()},
+        {"vocab_size": len(tokens)},
+        "test",
+    )
+    assert tokenizer is not None
+    return tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json), (tokens, merges)
+
+
+AWKWARD = [
+    "Hello world, it's 12345 o'clock; I'LL pay $1,000.50!",
+    "  leading\t\ttabs and   runs  \n\n\n of\r\nlines \n",
+    "caf\u00e9 cafe\u0301 漢字はい ภาษา مرحبا",
+    "\U0001f600\U0001f1e9\U0001f1ea \u00bd \u00b2\u00b3 \u0663\u0664",
+    "def f(x):\n    return x**2  # <= >= != ~^|`\n",
+    "a\u00a0b\u2003c\u200bd __init__ \u2026\u2014\u201cquoted\u201d 'tis 's",
+    "",
+    " ",
+    "\n",
+    "9 99 999 9999 1e-5 0x1F",
+]
+
+
+# The patterns in the order in which llama.cpp's src/llama-vocab.cpp applies them.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_ENGLISH = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_CPP = {
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+    "gpt-2": [_GPT2],
+    **{name: [r"\p{N}", _GPT2] for name in ("smollm", "starcoder", "refact")},
+    **{name: [_ENGLISH + r"\p{N}{1,3}" + _REST] for name in ("llama-bpe", "llama3", "llama-v3")},
+    **{name: [_ENGLISH + r"\p{N}" + _REST] for name in ("qwen2", "deepseek-r1-qwen", "megrez")},
+}
+
+
+def pieces_of(text, patterns):
+    """What each pattern matches, and what lies between its matches, is cut by the next."""
+    parts = [text]
+    for pattern in patterns:
+        parts = [piece for part in parts for piece in isolated(part, pattern)]
+    return parts
+
+
+def isolated(text, pattern):
+    at, found = 0, []
+    for match in regex.finditer(pattern, text):
+        found += [text[at : match.start()], match.group()]
+        at = match.end()
+    return [piece for piece in (*found, text[at:]) if piece]
+
+
+def test_every_implemented_cut_is_compared():
+    assert set(LLAMA_CPP) == set(gguf_text._CUTS)
+
+
+@pytest.mark.parametrize("cut", LLAMA_CPP)
+def test_texts_are_cut_as_llama_cpp_does(cut):
+    tokenizer, _ = byte_level(cut)
+    for text in AWKWARD:
+        cuts = [text[start:stop] for _, (start, stop) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        assert cuts == pieces_of(text, LLAMA_CPP[cut]), text
+
+
+@pytest.mark.parametrize(("cut", "kind"), [("gpt-2", "GPT2"), ("qwen2", "Qwen2")])
+def test_ids_are_those_of_transformers(cut, kind):
+    tokenizer, (tokens, merges) = byte_level(cut)
+    theirs = getattr(transformers, f"{kind}Tokenizer")(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=[tuple(merge.split(" ")) for merge in merges]
+    )
+    for text in AWKWARD:
+        ids = tokenizer.encode(text).ids
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert cut == "qwen2" or tokenizer.decode(ids) == text
+
+
+def test_llama3_is_cut_as_transformers_does():
+    pattern = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+    assert pattern == gguf_text._CUTS["llama-bpe"][0]
