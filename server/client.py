@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -29,10 +30,12 @@ _FLAGS = flags.FlagValues()
 _SERVER = flags.DEFINE_string("server", "127.0.0.1:50051", "The server's host:port.", flag_values=_FLAGS)
 _SYSTEM = flags.DEFINE_string("system", None, "A system message to go before.", flag_values=_FLAGS)
 _RAW = flags.DEFINE_bool("raw", False, "Continue the text itself, without the chat template.", flag_values=_FLAGS)
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Most tokens of the answer.", 1, flag_values=_FLAGS)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Most tokens of the answer.", 1, 2**32 - 1, flag_values=_FLAGS)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the likeliest token.", 0.0, flag_values=_FLAGS)
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the likeliest tokens up to this share.", 0.0, 1.0, flag_values=_FLAGS)
-_SEED = flags.DEFINE_integer("seed", None, "Makes a sampled answer repeatable.", flag_values=_FLAGS)
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the likeliest tokens up to this share.", 1e-9, 1.0, flag_values=_FLAGS)
+_SEED = flags.DEFINE_integer(
+    "seed", None, "Makes a sampled answer repeatable.", -(2**31), 2**31 - 1, flag_values=_FLAGS
+)
 _SAVE_TOKENIZER = flags.DEFINE_string(
     "save_tokenizer", None, "Write the server's tokenizer files into this folder instead of asking.", flag_values=_FLAGS
 )
@@ -47,7 +50,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     try:
         with grpc.insecure_channel(_SERVER.value, options=[("grpc.max_receive_message_length", -1)]) as channel:
             if _SAVE_TOKENIZER.value:
-                fetch_bundle(vllm_engine_pb2_grpc.VllmEngineStub(channel)).save(_SAVE_TOKENIZER.value)
+                _save_tokenizer(channel, _SAVE_TOKENIZER.value)
                 return
             for text in answer(channel, texts[0]):
                 print(text, end="", flush=True)
@@ -58,6 +61,8 @@ def run(argv: Sequence[str] | None = None) -> None:
         command.fail(_COMMAND, f"{_SERVER.value} answers {error.code().name}: {error.details()}")
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever reads the answer has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def answer(channel: grpc.Channel, text: str) -> Iterator[str]:
@@ -92,6 +97,14 @@ def fetch_bundle(stub: vllm_engine_pb2_grpc.VllmEngineStub) -> TokenizerBundle:
     if hashlib.sha256(data).hexdigest() != chunks[-1].sha256:
         raise ChatError("the tokenizer arrived damaged: try again")
     return TokenizerBundle.unzip(data)
+
+
+def _save_tokenizer(channel: grpc.Channel, folder: str) -> None:
+    bundle = fetch_bundle(vllm_engine_pb2_grpc.VllmEngineStub(channel))
+    try:
+        bundle.save(folder)
+    except OSError as error:
+        command.fail(_COMMAND, f"--save_tokenizer is {folder!r}: it cannot be written ({error.strerror})")
 
 
 def _messages(text: str) -> list[dict[str, str]]:

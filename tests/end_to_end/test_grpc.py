@@ -221,6 +221,27 @@ def test_metrics_count(server, stub):
     assert server.metric("vllm:compiles_after_ready_total") == 0
 
 
+@pytest.mark.parametrize(
+    ("flag", "status"),
+    [("--seed=99999999999", 2), ("--max_tokens=5000000000", 2), ("--top_p=0", 2), ("--temperature=nan", 1),
+     ("--timeout=0.0001", 1), ("--server=nowhere:1", 1), ("--save_tokenizer=/proc/x", 1)],
+)  # fmt: skip
+def test_what_the_client_cannot_do_is_one_line(shared_server, flag, status):
+    texts = [] if "save" in flag else ["hello"]
+    command = [BIN / "runtime-client", f"--server={shared_server.address}", flag, *texts]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == status and done.stdout == ""
+    assert done.stderr.startswith("runtime-client: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_the_client_ends_quietly_when_nobody_reads(shared_server):
+    command = (
+        f"{BIN / 'runtime-client'} --server={shared_server.address} --max_tokens=300 --raw 'hello the' | head -c 1"
+    )
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=60)
+    assert len(done.stdout) == 1 and done.stderr == ""
+
+
 def test_the_saved_tokenizer_is_the_servers(shared_server, tiny, tmp_path):
     command = [BIN / "runtime-client", f"--server={shared_server.address}", f"--save_tokenizer={tmp_path}"]
     subprocess.run(command, check=True)
