@@ -8,7 +8,10 @@ config to these fields.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 LayerKind = Literal["full", "sliding"]
@@ -126,6 +129,7 @@ class ModelConfig:
       rope_layers: for each layer, whether it has RoPE at all; empty is all of them.
       embedding_multiplier, residual_multiplier, logits_multiplier: of the embedding's output, of
         what each block adds to the residual, and of the logits (before the soft cap).
+      rounds_embedding_multiplier: the first of them has the precision of the weights.
     """
 
     model_type: str
@@ -161,6 +165,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
 
@@ -199,5 +204,23 @@ class ModelConfig:
             return None
         return "sliding" if self.rope_sliding is not None and self.layer_window(layer) is not None else "full"
 
+    def embedding_scale(self, dtype: Any) -> float:
+        """What multiplies the output of an embedding table of this dtype."""
+        scale = self.embedding_multiplier
+        return float(np.asarray(scale).astype(dtype)) if self.rounds_embedding_multiplier else scale
+
     def layer_is_moe(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]
+
+
+_NESTED = {"rope": RopeConfig, "rope_sliding": RopeConfig, "moe": MoeConfig, "mla": MlaConfig}
+
+
+def from_values(values: Mapping[str, Any]) -> ModelConfig:
+    """The inverse of ``dataclasses.asdict`` after a passage through JSON."""
+
+    def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+
+    nested = {key: kind(**tuples(values[key])) for key, kind in _NESTED.items() if values.get(key) is not None}
+    return ModelConfig(**{**tuples(values), **nested})

@@ -22,7 +22,7 @@ import tensorstore
 
 from precast.models.checkpoint.base import Checkpoint, Header, TextAssets, fail_if, fingerprint, load_json
 from precast.models.checkpoint.slices import Index, resolve
-from precast.models.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
+from precast.models.config import ModelConfig, from_values
 from precast.models.errors import CheckpointError
 from precast.models.params import param_specs
 
@@ -82,7 +82,7 @@ class NativeCheckpoint(Checkpoint):
             )
         try:
             self.name = content["name"]
-            self.config = _config(content["config"])
+            self.config = from_values(content["config"])
             text = content["text"]
             self.text = None if text is None else TextAssets(**{**text, "eos_token_ids": tuple(text["eos_token_ids"])})
             self._headers = {
@@ -161,16 +161,3 @@ def _files(directory: str) -> dict[str, int]:
             path = os.path.join(folder, name)
             sizes[os.path.relpath(path, directory)] = os.path.getsize(path)
     return dict(sorted(sizes.items()))
-
-
-_NESTED = {"rope": RopeConfig, "rope_sliding": RopeConfig, "moe": MoeConfig, "mla": MlaConfig}
-
-
-def _config(values: Mapping[str, Any]) -> ModelConfig:
-    """The inverse of ``dataclasses.asdict`` after a passage through JSON."""
-
-    def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-
-    nested = {key: kind(**tuples(values[key])) for key, kind in _NESTED.items() if values.get(key) is not None}
-    return ModelConfig(**{**tuples(values), **nested})

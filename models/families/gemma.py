@@ -28,6 +28,7 @@ def _common(keys: ConfigKeys, traits: dict[str, Any]) -> dict[str, Any]:
         "norm_placement": "both",
         "attention_scale": keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
         "embedding_multiplier": traits["hidden_size"] ** 0.5,
+        "rounds_embedding_multiplier": True,
         **attention_biases(keys),
     }
 

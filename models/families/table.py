@@ -57,7 +57,15 @@ RoPE kinds, for all families: default, linear, dynamic, llama3, yarn, longrope. 
 `longrope` depend on a sequence's length in the reference; here they are those of the longest context served
 (`--max_model_len`), for all requests, so that a token's cached key does not depend on what came after it.
 
-GGUF types: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K; read as float32 and cast to `--dtype`.
+GGUF types: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K; quantised ones are dequantised by the gguf
+library and cast to `--dtype`. Other types (IQ…, TQ…, MXFP4) are refused by name. `tokenizer.ggml.model` may be `llama`
+or `gpt2`; the latter's `tokenizer.ggml.pre` may be `llama-bpe` (`llama3`, `llama-v3`), `qwen2`, `deepseek-r1-qwen`,
+`megrez`, `smollm`, `starcoder`, `refact`, `gpt-2` or `default`, each compared in the tests with llama.cpp's definition
+of it; others are refused by name.
+
+Not implemented is Llama 4 (`llama4_text`): attention in chunks would be a second kind of mask in every attention
+kernel, and the temperature of queries by position, their norm without weights after RoPE, and experts whose input
+(not output) the router scales are traits that no other family has.
 
 | family | models | `model_type` | GGUF | may differ from Llama by |
 |---|---|---|---|---|

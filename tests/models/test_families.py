@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 import transformers
 from model_runner import ModelRunner
 from reference_models import greedy, logits, make
 
 from precast.models.checkpoint import open_checkpoint
+from precast.models.families import read_config
 
 STEPS = 64
 PROMPT = 40
@@ -132,3 +135,16 @@ def test_family_agrees_with_transformers(case, tmp_path):
         np.testing.assert_array_equal(runner.decode(prompt[position]), whole[position])
     runner.reset()
     assert runner.greedy(prompt, STEPS) == greedy(model, prompt, STEPS)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3Text"])
+def test_gemma_multiplies_embeddings_by_what_the_weights_dtype_makes_of_it(kind):
+    theirs = getattr(transformers, f"{kind}Config")(**{**BASE, "hidden_size": 72})
+    _, config = read_config(theirs.to_dict(), "config.json")
+    for weights, dtype in ((torch.bfloat16, jnp.bfloat16), (torch.float32, jnp.float32)):
+        embedding = transformers.AutoModelForCausalLM.from_config(theirs, dtype=weights).get_input_embeddings()
+        torch.nn.init.ones_(embedding.weight)
+        with torch.no_grad():
+            scale = float(embedding(torch.ones(1, dtype=torch.long))[0, 0])
+        assert np.float32(config.embedding_scale(jnp.dtype(dtype))) == scale
+    assert config.embedding_scale(jnp.dtype(jnp.bfloat16)) != config.embedding_multiplier
