@@ -31,6 +31,8 @@ _FORMAT = 1
 _WEIGHTS = "weights"
 # What is read and unpacked at a time: small beside a device's part of a large array.
 _CHUNK_BYTES = 4 << 20
+# What is kept unpacked, so that reading an array a few rows at a time unpacks each chunk once.
+_CACHE_BYTES = 64 << 20
 
 
 def save(checkpoint: Checkpoint, directory: str, on_array: Callable[[], Any] = lambda: None) -> None:
@@ -91,6 +93,7 @@ class NativeCheckpoint(Checkpoint):
             self._listed = dict(content["files"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{manifest} is damaged ({error!r}): convert again") from None
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
         self._group_of = {name: group for group, names in _groups(self.config).items() for name in names}
         self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         self.fingerprint = fingerprint(self.config, self._headers, [manifest])
@@ -105,7 +108,7 @@ class NativeCheckpoint(Checkpoint):
             "fill_missing_data_reads": False,
         }
         try:
-            return tensorstore.open(spec, read=True).result()[index].read().result()
+            return tensorstore.open(spec, read=True, context=self._context).result()[index].read().result()
         except (ValueError, OSError) as error:
             raise self._unreadable(name, error) from None
 
