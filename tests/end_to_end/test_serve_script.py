@@ -116,7 +116,7 @@ def is_healthy(url):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_that_has_to_be_killed_is_a_failure(shared_server, tiny, script, victim):
-    script.write_text(script.read_text().replace("KILL_SECONDS = 10", "KILL_SECONDS = 1"))
+    script.write_text(script.read_text().replace("KILL_SECONDS = 30", "KILL_SECONDS = 1"))
     with serving(script, tiny, "--drain_timeout=0") as (process, _):
         pids = list(children(process).values())
         os.kill(pids[victim], signal.SIGSTOP)
