@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from precast.models import cache as kv_cache
 from precast.models.attention import Tokens, attention, lay_out
 from precast.models.cache import Segment
 from precast.models.config import ModelConfig
-from precast.models.layers import NORMS, Dense, embed, gated, linear, linear_sum, soft_cap
+from precast.models.layers import NORMS, Dense, LoneDense, embed, gated, linear, linear_sum, soft_cap
 from precast.models.layout import Run, runs
 from precast.models.mla import latent_attention
 from precast.models.moe import mixture
@@ -136,6 +137,24 @@ def unembed(weights: Weights, hidden: jax.Array, config: ModelConfig, placement:
         return logits
     token_ids = shard.index("vocab") * width + jnp.arange(width, dtype=jnp.int32)
     return jnp.where(token_ids < config.vocab_size, logits, -jnp.inf)
+
+
+def lone_weights(weights: Weights) -> Weights:
+    """The weights for steps in which only the first row counts: each Dense of a layer and the head as LoneDense.
+
+    A second copy of all that; embedding, norms and angles are shared.
+    """
+
+    def turned(weight: Any) -> Any:
+        if not isinstance(weight, Dense):
+            return weight
+        return LoneDense(jax.device_put(np.ascontiguousarray(np.asarray(weight.kernel).T)), weight.bias)
+
+    def is_dense(node: Any) -> bool:
+        return isinstance(node, Dense)
+
+    head = turned(weights["head"] if "head" in weights else Dense(weights["embed"]))
+    return {**weights, "layers": jax.tree.map(turned, weights["layers"], is_leaf=is_dense), "head": head}
 
 
 def head_weights(weights: Weights) -> Weights:
