@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny_checkpoints as tiny
 
 from precast.models import buffers, streaming
 
@@ -38,3 +43,32 @@ def test_a_cpu_device_shares_the_array(shape):
     shared = jax.device_put(array, jax.devices("cpu")[0])
     if array.size:
         assert shared.unsafe_buffer_pointer() == array.ctypes.data
+
+
+_TWO_DEVICES = """
+import math, sys, jax, numpy as np
+from precast.kernels_pallas.targets import Target
+from precast.models import layout
+from precast.models.checkpoint import open_checkpoint
+from precast.models.placement import Placement
+from precast.sharding.mesh import MeshSpec
+checkpoint = open_checkpoint(sys.argv[1])
+read, spec = {}, MeshSpec(tensor=2)
+
+def counted(name, index=None):
+    array = checkpoint.read(name, index)
+    read[name] = read.get(name, 0) + array.size
+    return array
+
+placement, mesh = Placement(Target("reference"), spec), spec.build(np.array(jax.devices()[:2]))
+layout.build(checkpoint.config, counted, dtype="float32", num_positions=64, placement=placement, mesh=mesh)
+for name in checkpoint.names():
+    # Norms are held by both, and read once for both.
+    assert read[name] == checkpoint.read(name).size, name
+"""
+
+
+def test_each_device_reads_its_own_part_only(tmp_path):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", _TWO_DEVICES, tiny.write(tmp_path)]
+    subprocess.run(command, env={**os.environ, **flags}, check=True)
