@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # JAX 0.10 asks for an index, 0.12 takes none
 _LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 # JAX 0.12 asks for whole cache lines unless told otherwise
-_HAS_STORE = hasattr(plgpu, "store")
+_STORE = getattr(plgpu, "store", None)
 # JAX 0.10 has no place for it
 _TAKES_COST = "cost_estimate" in inspect.signature(plgpu.kernel).parameters
 
@@ -91,10 +91,10 @@ class Ops:
 
     def store(self, ref, x: jax.Array) -> None:
         """``ref[...] = x`` into device memory, in pieces of any size."""
-        if self.interpret or not _HAS_STORE:
+        if self.interpret or _STORE is None:
             ref[...] = x
         else:
-            plgpu.store(ref, x, optimized=False)
+            _STORE(ref, x, optimized=False)
 
     def product(self, a, b, shape: tuple[int, int], refs, *, a_t=False, b_t=False, acc=None) -> jax.Array:
         """``a @ b`` (or ``acc + a @ b``) in float32; ``a`` is a shared-memory ref or registers, ``b`` a ref.

@@ -50,8 +50,11 @@ def cache_update(
             f"cache_update: backend {target.backend!r} has pages of its own layout; whoever laid them out writes them"
         )
     _check(pages, keys, values, page_table, context_lens, q_starts, scales)
-    backend = importlib.import_module(_BACKENDS[target.backend])
-    return backend.cache_update(pages, keys, values, page_table, context_lens, q_starts, target=target, scales=scales)
+    update = importlib.import_module(_BACKENDS[target.backend]).cache_update
+    if target.backend != "reference" and not target.interpret:
+        # like layers of a program share one trace and one lowering; the interpreter works best by itself
+        update = jax.jit(update, static_argnames="target")
+    return update(pages, keys, values, page_table, context_lens, q_starts, target=target, scales=scales)
 
 
 def _check(pages, keys, values, page_table, context_lens, q_starts, scales):

@@ -91,8 +91,11 @@ def paged_attention(
         )  # fmt: skip
         return out.astype(queries.dtype)
     _check(queries, pages, page_table, context_lens, q_starts, config, sinks, scales)
-    backend = importlib.import_module(_BACKENDS[target.backend])
-    return backend.paged_attention(
+    attend = importlib.import_module(_BACKENDS[target.backend]).paged_attention
+    if target.backend != "reference" and not target.interpret:
+        # like layers of a program share one trace and one lowering; the interpreter works best by itself
+        attend = jax.jit(attend, static_argnames=("config", "target"))
+    return attend(
         queries, pages, page_table, context_lens, q_starts, config=config, target=target, sinks=sinks, scales=scales
     )
 
