@@ -24,10 +24,13 @@ class EngineConfig:
         the page pool can hold.
       page_size: tokens a KV page.
       token_budget: most tokens a step computes, decode rows and prefill together.
-      kv_cache_memory: bytes for KV pages; None chooses by the memory that is there.
+      kv_cache_memory: bytes for KV pages on each device; None chooses by the memory that is there.
       dtype: of weights, activations' products and cache; "auto" follows the checkpoint.
       prefix_caching: reuse the pages of equal prompt prefixes.
-      plan_dir: folder for compiled programs; None puts them beside the model.
+      mesh: degrees of parallelism, such as "tensor=8"; empty for one device.
+      plan_dir: folder for the plans that are compiled where none is given; None puts them beside the model.
+      plan: a plan's folder, compiled before; None looks in plan_dir, and compiles one where there is none.
+      plan_sha256: what the SHA-256 of that plan's manifest must be; None believes the folder.
     """
 
     slots: int = 32
@@ -37,7 +40,10 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     dtype: str = "auto"
     prefix_caching: bool = True
+    mesh: str = ""
     plan_dir: str | None = None
+    plan: str | None = None
+    plan_sha256: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value outside its range."""
@@ -48,6 +54,8 @@ class EngineConfig:
             _within("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.kv_cache_memory is not None:
             _within("kv_cache_memory", self.kv_cache_memory, 1, 1 << 50)
+        if self.plan_sha256 is not None and self.plan is None:
+            raise ConfigError(f"plan_sha256 is {self.plan_sha256}: it goes with plan, which is not given")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
 
@@ -62,6 +70,7 @@ class Shapes:
       decode_rows: sizes of the decode segment in a step without prefill, ascending; the last holds all slots.
       prefill_tokens: sizes of the prefill segment in a step without decode rows, ascending.
       mixed_tokens: sizes of the prefill segment beside a full decode segment, ascending.
+      lone: whether steps with one row have programs of their own (see ``models.layers.LoneDense``).
     """
 
     slots: int
@@ -72,6 +81,7 @@ class Shapes:
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
+    lone: bool = False
 
     @property
     def head_rows(self) -> int:
@@ -84,15 +94,23 @@ class Shapes:
         return -(-self.max_model_len // self.page_size)
 
 
-def derive_shapes(config: EngineConfig, *, max_model_len: int, num_pages: int) -> Shapes:
-    """Lists the shapes that the scheduler can reach."""
+def derive_shapes(config: EngineConfig, *, max_model_len: int, num_pages: int, whole_pages: bool = False) -> Shapes:
+    """Lists the shapes that the scheduler can reach.
+
+    whole_pages: a row of the prefill segment is one page, for targets on which no two rows may write to one.
+    """
     beside_decode = config.token_budget - config.slots
     if beside_decode < 1:
         raise ConfigError(
             f"token_budget is {config.token_budget}: it must be above slots, {config.slots}, or running requests "
             "would stall while a prompt is read; raise token_budget or lower slots"
         )
-    block = MAX_PREFILL_BLOCK
+    block = config.page_size if whole_pages else MAX_PREFILL_BLOCK
+    if whole_pages and block > beside_decode:
+        raise ConfigError(
+            f"token_budget is {config.token_budget}: it must be at least slots, {config.slots}, and one page, {block}; "
+            "raise token_budget or lower slots or page_size"
+        )
     while block > beside_decode:
         block //= 2
     longest = -(-(max_model_len - 1) // block) * block * config.slots

@@ -1,11 +1,13 @@
-"""Files that nobody ever sees half written."""
+"""Files and folders that nobody ever sees half written."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
+import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from typing import IO
 
@@ -22,3 +24,29 @@ def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+@contextlib.contextmanager
+def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to fill, which takes the place of ``path``, and of all that was in it, when the block ends well."""
+    made, old = (path.with_name(f".{path.name}.{uuid.uuid4().hex}") for _ in range(2))
+    made.mkdir(parents=True)
+    try:
+        yield made
+        # A folder that is not empty cannot be renamed over.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, old)
+        os.rename(made, path)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def is_writable(folder: pathlib.Path) -> bool:
+    """Whether files can be made in a folder, which is made unless it is there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

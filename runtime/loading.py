@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import tempfile
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from absl import logging
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from precast.models import cache as kv_cache
 from precast.models import layout, transformer
 from precast.models.checkpoint import Checkpoint
 from precast.models.config import ModelConfig
+from precast.models.placement import Placement
+from precast.runtime import files, manifest, planning, weight_cache
 from precast.runtime import plan as plans
-from precast.runtime import weight_cache
-from precast.runtime.config import ConfigError, EngineConfig, Shapes, derive_shapes
+from precast.runtime.config import ConfigError, EngineConfig, Shapes
 from precast.runtime.detokenize import Detokenizer
 from precast.runtime.engine import Engine
-from precast.runtime.programs import MAX_BANNED_IDS, enumerate_programs, needed_first
+from precast.runtime.machine import Machine
+from precast.runtime.programs import MAX_BANNED_IDS, needed_first
 from precast.runtime.request import MAX_STOP_TOKEN_IDS
+from precast.sharding.mesh import MeshSpec
 
-_DEFAULT_KV_CACHE_MEMORY = 1 << 29
+_SHOWN = 4
 
 
 def load_engine(
@@ -36,7 +40,7 @@ def load_engine(
     progress: bool = False,
     xla_flags: str = "",
 ) -> Engine:
-    """Loads weights and programs; whatever the plan folder lacks is compiled and kept.
+    """Loads a plan's programs and the weights; a plan that nobody gave is compiled first, and kept.
 
     Args:
       checkpoint: the model.
@@ -50,23 +54,34 @@ def load_engine(
       CheckpointError: the weights cannot be read.
     """
     model = checkpoint.config
-    config, shapes, spec = resolve(model, config)
     eos_token_ids = checkpoint.text.eos_token_ids if checkpoint.text else ()
     if len(eos_token_ids) + MAX_STOP_TOKEN_IDS > MAX_BANNED_IDS:
         raise ConfigError(
             f"the model has {len(eos_token_ids)} end tokens: the limit is {MAX_BANNED_IDS - MAX_STOP_TOKEN_IDS}"
         )
-    key = plans.make_key(
-        model=dataclasses.asdict(model), shapes=dataclasses.asdict(shapes), dtype=config.dtype, xla_flags=xla_flags
-    )
     root = pathlib.Path(config.plan_dir or default_plan_dir(checkpoint.path))
-    folder = plans.PlanFolder(root, key)
     checkpoint.check()
-    have = plans.load(folder, first=needed_first(shapes))
-    weights = _load_weights(checkpoint, root, config.dtype, shapes, progress)
-    programs = enumerate_programs(model, shapes, weights, spec)
-    plan = plans.build(programs, folder, have, progress=progress)
-    logging.info("plan %s\n%s", folder.path, plan.table())
+    sealed = (
+        _given_plan(model, config, xla_flags) if config.plan else _kept_plan(root, model, config, xla_flags, progress)
+    )
+    shapes, machine, spec = planning.shapes_of(sealed), manifest.machine_of(sealed), manifest.mesh_of(sealed)
+    mesh: Mesh | None = None
+
+    def take_devices() -> Mesh | None:
+        nonlocal mesh
+        try:
+            mesh = machine.mesh(spec)
+        except ValueError as error:
+            raise manifest.PlanError(f"plan {sealed.path}: {error}") from None
+        return mesh
+
+    plan = plans.load(
+        sealed, first=needed_first(shapes), mesh=take_devices, pinned=config.plan_sha256 is not None, progress=progress
+    )
+    config = dataclasses.replace(config, **planning.settings_of(sealed))
+    placement = Placement(machine.target, spec)
+    weights = _load_weights(checkpoint, root, config.dtype, shapes, placement, mesh, progress)
+    logging.info("plan %s, manifest %s", sealed.path, sealed.sha256)
     return Engine(
         model=model,
         config=config,
@@ -78,77 +93,93 @@ def load_engine(
     )
 
 
-def resolve(model: ModelConfig, config: EngineConfig) -> tuple[EngineConfig, Shapes, kv_cache.CacheSpec]:
-    """Settles what was left open: dtype, length and number of pages.
+def configure(given: Mapping[str, Any]) -> EngineConfig:
+    """The configuration with these fields, the rest taken from the plan where one is given.
 
-    Raises ConfigError when the memory does not hold one page, or max_model_len is beyond the model.
+    Raises ConfigError for a field that is not the plan's.
     """
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = model.dtype if model.dtype in ("float32", "bfloat16") else "bfloat16"
-    longest = config.max_model_len or model.max_position_embeddings
-    if longest > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {longest}: the model is made for at most {model.max_position_embeddings} positions"
-        )
-    spec = kv_cache.CacheSpec.of(model, num_pages=0, page_size=config.page_size, dtype=dtype)
-    pages_each = -(-longest // config.page_size)
-    memory = config.kv_cache_memory
-    if memory is None:
-        memory = min(_DEFAULT_KV_CACHE_MEMORY, _host_memory() // 4)
-    num_pages = min(memory // spec.page_bytes, pages_each * config.slots)
-    if num_pages < 1:
-        raise ConfigError(
-            f"kv_cache_memory is {memory} bytes: one page of {config.page_size} tokens takes {spec.page_bytes}; "
-            "raise kv_cache_memory or lower page_size"
-        )
-    held = num_pages * config.page_size
-    if held < longest:
-        logging.warning(
-            "max_model_len is lowered from %d to %d, what %d bytes of KV pages hold; raise kv_cache_memory for more",
-            *(longest, held, memory),
-        )
-        longest = held
-    if longest < 2:
-        raise ConfigError(f"max_model_len is {longest}: it must be at least 2; raise kv_cache_memory")
-    config = dataclasses.replace(config, dtype=dtype, max_model_len=longest, kv_cache_memory=memory)
-    spec = dataclasses.replace(spec, num_pages=num_pages + 1)
-    return config, derive_shapes(config, max_model_len=longest, num_pages=spec.num_pages), spec
+    config = EngineConfig(**given)
+    if config.plan is None:
+        return config
+    planned = planning.settings_of(manifest.read(config.plan, pinned=config.plan_sha256))
+    asked = {name: value for name, value in given.items() if name in planned and value not in (None, "auto", "")}
+    if "mesh" in asked:
+        asked["mesh"] = planning.mesh_text(MeshSpec.parse(asked["mesh"]))
+    if lines := manifest.differences({name: planned[name] for name in asked}, asked):
+        raise manifest.PlanError(f"plan {config.plan}: {'; '.join(lines)}")
+    return dataclasses.replace(config, **planned)
+
+
+def _given_plan(model: ModelConfig, config: EngineConfig, xla_flags: str) -> manifest.Sealed:
+    """Raises PlanError where the plan is of another model, of other versions or of another kind of host."""
+    assert config.plan is not None
+    sealed = manifest.read(config.plan, pinned=config.plan_sha256)
+    planned = sealed.manifest["facts"]
+    here = manifest.facts(model, planned["settings"], manifest.machine_of(sealed), xla_flags)
+    if lines := manifest.differences(planned, here):
+        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise manifest.PlanError(f"plan {sealed.path}: {'; '.join(lines[:_SHOWN])}{more}; compile it again")
+    return sealed
+
+
+def _kept_plan(
+    root: pathlib.Path, model: ModelConfig, config: EngineConfig, xla_flags: str, progress: bool
+) -> manifest.Sealed:
+    """The plan of an earlier start; compiled, and kept where that is possible, if it is not there or is damaged."""
+    try:
+        machine = Machine.here(MeshSpec.parse(config.mesh).num_devices)
+        deployment = planning.resolve(model, config, machine, own=True, xla_flags=xla_flags)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    facts = deployment.facts()
+    folder = root / manifest.digest(facts)
+    if folder.exists():
+        try:
+            sealed = manifest.read(folder)
+            if sealed.manifest["facts"] == facts:
+                return sealed
+            logging.warning("plan %s is of another deployment and is written anew", folder)
+        except manifest.PlanError as error:
+            logging.warning("%s; it is made again", error)
+    with tempfile.TemporaryDirectory() as temporary:
+        if not files.is_writable(root):
+            logging.warning("plan %s cannot be kept for the next start: it cannot be written", folder)
+            folder = pathlib.Path(temporary) / folder.name
+        planning.make(folder, deployment, progress=progress)
+        return manifest.read(folder)
 
 
 def default_plan_dir(path: str) -> pathlib.Path:
     """Beside the model where that can be written, else in the user's cache."""
     model = pathlib.Path(path)
     beside = model / ".precast" if model.is_dir() else model.with_name(model.name + ".precast")
-    try:
-        beside.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=beside):
-            return beside
-    except OSError:
-        return pathlib.Path.home() / ".cache" / "precast" / "plans"
+    return beside if files.is_writable(beside) else pathlib.Path.home() / ".cache" / "precast" / "plans"
 
 
 def _load_weights(
-    checkpoint: Checkpoint, root: pathlib.Path, dtype: str, shapes: Shapes, progress: bool
+    checkpoint: Checkpoint,
+    root: pathlib.Path,
+    dtype: str,
+    shapes: Shapes,
+    placement: Placement,
+    mesh: Mesh | None,
+    progress: bool,
 ) -> transformer.Weights:
     """Maps the weights kept beside the plans, or lays them out from the checkpoint."""
     began = time.monotonic()
-    keeps = jax.default_backend() == "cpu" and checkpoint.path.endswith(".gguf")
-    key = plans.make_key(weights=checkpoint.fingerprint, dtype=dtype, num_positions=shapes.max_model_len)
-    folder = root / f"weights-{plans.key_digest(key)}"
+    keeps = mesh is None and checkpoint.path.endswith(".gguf")
+    key = {"weights": checkpoint.fingerprint, "dtype": dtype, "num_positions": shapes.max_model_len}
+    folder = root / f"weights-{manifest.digest(key | {'source': manifest.source_digest()})}"
     weights = weight_cache.load(folder, checkpoint.fingerprint) if keeps else None
     if weights is None:
         with tqdm(total=checkpoint.config.num_layers, desc="loading", unit="layer", disable=not progress) as bar:
             weights = layout.build(
-                checkpoint.config, checkpoint.read, dtype=dtype, num_positions=shapes.max_model_len, on_layer=bar.update
-            )
+                checkpoint.config, checkpoint.read, dtype=dtype, num_positions=shapes.max_model_len,
+                placement=placement, mesh=mesh, on_layer=bar.update,
+            )  # fmt: skip
         if keeps:
             weight_cache.store(folder, checkpoint.fingerprint, weights)
     jax.block_until_ready(weights)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     logging.info("%.0f MB of weights loaded in %.1f s", size / 1e6, time.monotonic() - began)
     return weights
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

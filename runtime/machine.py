@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import pathlib
+import platform
 import re
 from collections.abc import Collection
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from precast.kernels_pallas import aot
 from precast.kernels_pallas.targets import GPU_CHIPS, TPU_CHIPS, Target
+from precast.sharding.mesh import MeshSpec
 
 _FORMS = "cpu, cpu:8, tpu:v6e:2x4, cuda:h100 or cuda:h200x8"
 # HBM that XLA's TPU compiler lets a program use on one device: what it names when a program does not fit.
@@ -20,6 +26,7 @@ _TPU_MEMORY_GIB = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
 _TPU_AXES = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 _TPU_DEVICES_PER_CHIP = {"tpu7x": 2}
 _GPUS_PER_HOST = 8
+_TPU_KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,26 @@ class Machine:
             return cls(Target("gpu", chip), topology, number)
         raise ValueError(f"target is {text!r}: it must look like {_FORMS}")
 
+    @classmethod
+    def here(cls, num_devices: int = 1) -> Machine:
+        """This process's own: so many CPU devices or GPUs, or the whole TPU slice.
+
+        Raises ValueError for an accelerator that nothing is known of.
+        """
+        _allow_cpu_devices(num_devices)
+        if jax.default_backend() == "cpu":
+            return cls(Target("cpu"), "", num_devices)
+        devices = jax.devices()
+        kind = devices[0].device_kind
+        if devices[0].platform == "tpu" and kind in _TPU_KINDS:
+            chip = _TPU_KINDS[kind]
+            chips = np.array([device.coords[: _TPU_AXES[chip]] for device in devices])
+            return cls.parse(f"tpu:{chip}:{'x'.join(map(str, chips.max(axis=0) - chips.min(axis=0) + 1))}")
+        for chip in GPU_CHIPS:
+            if chip in kind.lower():
+                return cls.parse(f"cuda:{chip}x{num_devices}")
+        raise ValueError(f"device is {kind!r}: it is not one of {', '.join([*_TPU_KINDS, *GPU_CHIPS])}")
+
     def __str__(self) -> str:
         if self.target.backend == "cpu":
             return "cpu" if self.num_devices == 1 else f"cpu:{self.num_devices}"
@@ -66,12 +93,33 @@ class Machine:
             return f"tpu:{self.target.chip}:{self.topology}"
         return f"cuda:{self.target.chip}" + (f"x{self.num_devices}" if self.num_devices > 1 else "")
 
+    def mesh(self, spec: MeshSpec, *, described: bool = False) -> Mesh | None:
+        """The mesh over this process's devices, or over described ones; None for the host's processor alone.
+
+        Raises ValueError where the devices are not there, or not enough.
+        """
+        devices = self.devices() if described else self.own_devices()
+        if devices.size < spec.num_devices:
+            raise ValueError(f"mesh is {spec}: {self} has {devices.size} devices, it takes {spec.num_devices}")
+        return None if self.target.backend == "cpu" and spec.num_devices == 1 else spec.build(devices)
+
+    def own_devices(self) -> np.ndarray:
+        """JAX devices [num_devices] that this process can run on; raises ValueError where they are not this machine."""
+        if self.target.backend == "cpu":
+            return self.devices()
+        if (here := Machine.here(self.num_devices)) != self:
+            raise ValueError(f"target is {self}: this machine is {here}")
+        if len(jax.devices()) < self.num_devices:
+            raise ValueError(f"target is {self}: this machine has {len(jax.devices())} devices")
+        return np.array(jax.devices()[: self.num_devices])
+
     def devices(self) -> np.ndarray:
         """JAX devices [num_devices]: the host's own on CPU, else ones that the chip's compiler describes.
 
         Raises ValueError where there are fewer CPU devices, or the compiler for the chip is not installed.
         """
         if self.target.backend == "cpu":
+            _allow_cpu_devices(self.num_devices)
             found = jax.devices("cpu")
             if len(found) < self.num_devices:
                 raise ValueError(f"target is {self}: this process has {len(found)}; set jax_num_cpu_devices")
@@ -89,12 +137,38 @@ class Machine:
     def memory_bytes(self) -> int:
         """Memory that programs can use on each device."""
         if self.target.backend == "cpu":
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.num_devices
+            return host_memory() // self.num_devices
         if self.target.backend == "tpu":
             return int(_TPU_MEMORY_GIB[self.target.tpu.name] * (1 << 30))
         match = re.search(r"device_memory_size: (\d+)", aot.gpu_target_config(self.target))
         assert match is not None
         return int(match[1])
+
+
+def _allow_cpu_devices(number: int) -> None:
+    """Asks for so many CPU devices; once JAX has been used it is too late, and whoever needs them finds out."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", number)
+
+
+def host_memory() -> int:
+    """Bytes of memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def processor() -> dict[str, Any]:
+    """This host's kind and instruction set: a CPU executable runs nowhere else."""
+    line = ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        line = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    return {"machine": platform.machine(), "features": sorted(line.partition(":")[2].split())}
+
+
+def accelerator_driver() -> str:
+    """What the driver of this host's GPUs says of itself; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    return ""
 
 
 def _known(text: str, chip: str, chips: Collection[str]) -> None:

@@ -1,56 +1,43 @@
-"""Compiled programs: built before the server is ready, kept in a folder, loaded at the next start.
+"""Compiled programs, loaded from a plan's folder without tracing or compiling.
 
-A plan is one folder a key (model, shapes, target, versions): ``manifest.json`` with the key and each file's
-SHA-256, and ``executables/`` with one serialised program a file.  A file whose digest is not the manifest's is
-compiled again and replaced; nothing is unpickled before its digest has matched.  Files are written under another
-name and moved into place.
+Beside its manifest the folder holds:
+
+  exported/NAME.bin     a program's StableHLO
+  executables/NAME.bin  the serialised executable
+  trees.pickle          how the programs' arguments and results are nested
+  local/                executables that this kind of host compiled for itself; the manifest does not list them
+  seen.json             kinds of hosts that executables were seen to load on; nor this
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import hashlib
-import importlib.metadata
 import json
 import os
 import pathlib
 import pickle
-import platform
+import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from absl import logging
-from jax.experimental import serialize_executable
-from tqdm import tqdm
+from jax.sharding import Mesh
 
-from precast.runtime import files
-from precast.runtime.programs import Program
+from precast.runtime import compiling, files, manifest, trial
+from precast.runtime.compiling import EXECUTABLES, EXPORTED, TREES
+from precast.runtime.manifest import PlanError, Sealed
 
-_MANIFEST = "manifest.json"
-_EXECUTABLES = "executables"
+_LOCAL, _SEEN = "local", "seen.json"
 _BACKGROUND_NICENESS = 15
-
-
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """How one program came to be: compile seconds (0 when loaded), bytes of its file and of its temporaries."""
-
-    name: str
-    seconds: float
-    file_bytes: int
-    temp_bytes: int
-    loaded: bool
 
 
 class Executable:
     """A compiled program, called with its arguments.
 
-    One from a plan's folder is deserialised when it is first called or when its turn comes in the background,
-    whichever is first: nothing waits for a program that it does not use.
+    It is deserialised when it is first called or when its turn comes in the background, whichever is first: nothing
+    waits for a program that it does not use.
     """
 
     def __init__(self, load: Callable[[], Callable[..., Any]]) -> None:
@@ -73,185 +60,123 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All programs of an engine, ready to call."""
+    """All programs of an engine, ready to call, and the manifest that lists them."""
 
     programs: dict[str, Executable]
-    built: tuple[Built, ...]
-
-    def table(self) -> str:
-        """The programs with their compile times and bytes, for people."""
-        lines = [f"{'program':<24}{'compile s':>10}{'file kB':>10}{'temp kB':>10}"]
-        for one in self.built:
-            seconds = "loaded" if one.loaded else f"{one.seconds:.1f}"
-            lines.append(f"{one.name:<24}{seconds:>10}{one.file_bytes / 1e3:>10.0f}{one.temp_bytes / 1e3:>10.0f}")
-        return "\n".join(lines)
+    manifest: dict[str, Any]
 
 
 class CompileCounter:
-    """Counts compilations in this process from its creation on."""
+    """Counts traces and compilations in this process from its creation on."""
 
-    _EVENT = "/jax/core/compile/backend_compile_duration"
+    _TRACE = "/jax/core/compile/jaxpr_trace_duration"
+    _COMPILE = "/jax/core/compile/backend_compile_duration"
 
     def __init__(self) -> None:
-        self.count = 0
+        self.traces = self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        self.count += event == self._EVENT
+        self.count += event == self._COMPILE
+        self.traces += event == self._TRACE
 
 
-def make_key(**facts: Any) -> dict[str, Any]:
-    """What an executable depends on: the caller's facts, versions, the processor and precast's own source."""
-    return {
-        **facts,
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "backend": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-        "processor": _processor(),
-        "source": _source_digest(),
-    }
-
-
-def key_digest(key: dict[str, Any]) -> str:
-    """A folder's name for a key."""
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-
-
-class PlanFolder:
-    """The folder of one plan on disk; a folder that cannot be read or written only costs compile time."""
-
-    def __init__(self, root: str | os.PathLike[str], key: dict[str, Any]) -> None:
-        self._key = json.loads(json.dumps(key))
-        self.path = pathlib.Path(root) / key_digest(self._key)
-        self._lock = threading.Lock()
-        self._manifest = self._read_manifest()
-
-    def names(self) -> list[str]:
-        """The programs that the manifest lists."""
-        return list(self._manifest["programs"])
-
-    def load(self, name: str) -> tuple[Executable, Built] | None:
-        """The program, or None where there is none or its file is damaged."""
-        entry = self._manifest["programs"].get(name)
-        content = entry and self.read(f"{_EXECUTABLES}/{name}.bin", entry["sha256"])
-        if content is None:
-            return None
-        executable = Executable(lambda: serialize_executable.deserialize_and_load(*pickle.loads(content)))
-        return executable, Built(name, 0.0, len(content), entry["temp_bytes"], loaded=True)
-
-    def read(self, file: str, sha256: str) -> bytes | None:
-        """A file's content, or None, with a warning, unless it is there and has this digest."""
-        try:
-            content = (self.path / file).read_bytes()
-        except OSError as error:
-            logging.warning("plan: %s cannot be read and is made again: %s", file, error)
-            return None
-        if hashlib.sha256(content).hexdigest() != sha256:
-            logging.warning("plan: %s does not match its digest and is made again", file)
-            return None
-        return content
-
-    def store(self, name: str, compiled: Any, seconds: float) -> Built:
-        """Writes a freshly compiled program and lists it in the manifest."""
-        content = pickle.dumps(serialize_executable.serialize(compiled))
-        analysis = compiled.memory_analysis()
-        built = Built(name, seconds, len(content), analysis.temp_size_in_bytes if analysis else 0, loaded=False)
-        entry = {
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "bytes": built.file_bytes,
-            "temp_bytes": built.temp_bytes,
-            "compile_seconds": round(seconds, 3),
-        }
-        try:
-            with files.replacing(self.path / _EXECUTABLES / f"{name}.bin") as file:
-                file.write(content)
-            with self._lock, files.replacing(self.path / _MANIFEST) as file:
-                self._manifest["programs"][name] = entry
-                file.write(json.dumps(self._manifest, indent=1).encode())
-        except OSError as error:
-            logging.warning("plan: %s cannot be kept for the next start: %s", name, error)
-        return built
-
-    def _read_manifest(self) -> dict[str, Any]:
-        try:
-            manifest = json.loads((self.path / _MANIFEST).read_bytes())
-            if manifest["key"] == self._key and isinstance(manifest["programs"], dict):
-                return manifest
-            logging.warning("plan: %s is of another deployment and is written anew", self.path)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logging.warning("plan: %s cannot be read and is written anew: %s", self.path / _MANIFEST, error)
-        return {"key": self._key, "programs": {}}
-
-
-def load(folder: PlanFolder, *, first: Sequence[str]) -> dict[str, tuple[Executable, Built]]:
-    """The folder's programs, checked; what is missing or damaged is left out.
+def load(
+    sealed: Sealed,
+    *,
+    first: Sequence[str],
+    mesh: Callable[[], Mesh | None],
+    pinned: bool = False,
+    progress: bool = False,
+) -> Plan:
+    """The plan's programs on this host.
 
     They are deserialised in the background while the caller goes on, the ``first`` ones first and the others with
     little priority.
+
+    Args:
+      sealed: the plan's folder, checked.
+      first: names of what the first request needs.
+      mesh: makes the mesh to run on, None for the default device; called once no other process needs the devices.
+      pinned: believe nothing but what the manifest lists.
+      progress: show a bar where programs have to be compiled.
     """
-    order = [*first, *folder.names()]
-    found = ((name, folder.load(name)) for name in sorted(folder.names(), key=order.index))
-    programs = {name: one for name, one in found if one is not None}
+    trees = pickle.loads(sealed.contents[TREES])
+    source = _loadable(sealed, pinned)
+    devices = mesh()
+    if source is None:
+        source = _compile_here(sealed, trees, devices, pinned, progress)
+
+    def program(name: str) -> Executable:
+        content, one = source.contents[f"{EXECUTABLES}/{name}.bin"], trees[name]
+        return Executable(lambda: compiling.deserialise(content, one, devices))
+
+    programs = {name: program(name) for name in trees}
 
     def deserialise() -> None:
-        for name, (executable, _) in programs.items():
+        order = [*first, *programs]
+        for name in sorted(programs, key=order.index):
             if name not in first:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
             # The interpreter waits for this thread at its end.
             if not threading.main_thread().is_alive():
                 return
-            executable.ready()
+            programs[name].ready()
 
     threading.Thread(target=deserialise, name="plan").start()
-    return programs
+    return Plan(programs, sealed.manifest)
 
 
-def build(
-    programs: Sequence[Program], folder: PlanFolder, have: dict[str, tuple[Executable, Built]], *, progress: bool
-) -> Plan:
-    """Compiles the programs that ``have`` lacks, in parallel, and keeps them in the folder.
-
-    Lowering holds Python's lock, so it runs here while the pool compiles what was lowered before.
-    """
-    missing = [program for program in programs if program.name not in have]
-    done = dict(have)
-    with (
-        concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool,
-        tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress or not missing) as bar,
-    ):
-
-        def finish(name: str, lowered: jax.stages.Lowered) -> None:
-            began = time.monotonic()
-            compiled = lowered.compile()
-            built = folder.store(name, compiled, time.monotonic() - began)
-            done[name] = (Executable(lambda: compiled), built)
-            bar.update()
-
-        for future in [pool.submit(finish, program.name, program.lower()) for program in missing]:
-            future.result()
-    ordered = [done[program.name] for program in programs]
-    return Plan({built.name: executable for executable, built in ordered}, tuple(built for _, built in ordered))
-
-
-def _processor() -> str:
-    """The machine's kind and instruction set: a CPU executable runs nowhere else."""
-    flags = ""
+def record_loads(folder: pathlib.Path, sha256: str) -> None:
+    """Notes that the executables under the manifest with this digest load on this kind of host."""
+    seen = _seen(folder)
+    seen.setdefault(sha256, []).append(manifest.host_kind())
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        pass
-    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:16]}"
+        with files.replacing(folder / _SEEN) as file:
+            file.write(json.dumps(seen, indent=1).encode())
+    except OSError as error:
+        logging.warning("plan %s: the next start will try its executables again: %s", folder, error)
 
 
-def _source_digest() -> str:
-    """Of the source that device programs are made from."""
-    package = pathlib.Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256()
-    for folder in ("runtime", "models", "kernels_pallas", "sharding"):
-        for file in sorted((package / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+def _seen(folder: pathlib.Path) -> dict[str, list[str]]:
+    try:
+        seen = json.loads((folder / _SEEN).read_bytes())
+        return {sha256: list(hosts) for sha256, hosts in seen.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _loadable(sealed: Sealed, pinned: bool) -> Sealed | None:
+    """The folder whose executables load here, tried in another process unless they were seen to; None for none."""
+    source = sealed
+    if not pinned and (sealed.path / _LOCAL).exists():
+        try:
+            local = manifest.read(sealed.path / _LOCAL)
+            source = local if local.manifest["plan"] == sealed.sha256 else sealed
+        except PlanError as error:
+            logging.warning("%s; it is made again where it is needed", error)
+    if manifest.host_kind() in _seen(sealed.path).get(source.sha256, ()):
+        return source
+    fault = trial.run(sealed, source)
+    if fault is None:
+        record_loads(sealed.path, source.sha256)
+        return source
+    logging.warning("plan %s: executables do not load here: %s; compiling from StableHLO", source.path, fault)
+    return None
+
+
+def _compile_here(sealed: Sealed, trees: dict[str, Any], mesh: Mesh | None, pinned: bool, progress: bool) -> Sealed:
+    """Compiles the StableHLO, and keeps the executables for the next start unless the plan is pinned."""
+    sources = [compiling.Source(name, sealed.contents[f"{EXPORTED}/{name}.bin"], one) for name, one in trees.items()]
+    keep = not pinned and files.is_writable(sealed.path)
+    if not keep:
+        logging.warning("plan %s is %s: what is compiled is not kept", sealed.path, "pinned" if pinned else "read-only")
+    with tempfile.TemporaryDirectory() as temporary:
+        path = (sealed.path if keep else pathlib.Path(temporary)) / _LOCAL
+        with files.replacing_folder(path) as folder:
+            compiling.compile_sources(sources, len(sources), folder, mesh, progress=progress)
+            manifest.seal(folder, {"plan": sealed.sha256})
+        local = manifest.read(path)
+    if keep:
+        record_loads(sealed.path, local.sha256)
+    return local

@@ -11,8 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from precast.models.checkpoint import open_checkpoint
-from precast.runtime.config import EngineConfig
-from precast.runtime.loading import load_engine
+from precast.runtime.loading import configure, load_engine
 from precast.runtime.request import OutputDelta, RequestError, SamplingParams, TokenLogprobs, shown
 from precast.server import demo, environment
 from precast.server.bundle import TokenizerBundle
@@ -76,7 +75,7 @@ class LLM:
         self._text = TextEncoder(TokenizerBundle.of(checkpoint.text)) if checkpoint.text else None
         self._engine = load_engine(
             checkpoint,
-            EngineConfig(**settings),
+            configure(settings),
             tokenizer=self._text.tokenizer if self._text else None,
             progress=progress,
             xla_flags=environment.xla_flags(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import time
@@ -18,8 +17,8 @@ from typing import Any
 from absl import flags, logging
 
 from precast.models.errors import CheckpointError
-from precast.runtime.config import DTYPES, ConfigError, EngineConfig
-from precast.server import command, demo, environment
+from precast.runtime.config import ConfigError
+from precast.server import command, demo, engine_flags, environment
 from precast.server.address import Address, StartError
 
 _COMMAND = "runtime-serve"
@@ -31,8 +30,6 @@ Serves a language model over gRPC (vllm.grpc.engine.VllmEngine, grpc.health.v1, 
 the line "ready" is printed.  SIGTERM or Ctrl-C drains: running requests finish, new ones are
 refused; a second one ends at once.
 """
-_DEFAULTS = EngineConfig()
-
 _FLAGS = flags.FlagValues()
 _MODEL = flags.DEFINE_string(
     "model",
@@ -49,27 +46,15 @@ _PORT = flags.DEFINE_integer("port", 50051, "gRPC port; 0 takes a free one.", 0,
 _METRICS_PORT = flags.DEFINE_integer(
     "metrics_port", 8081, "HTTP port of /health and /metrics; 0 takes a free one.", 0, 65535, flag_values=_FLAGS
 )
-_SLOTS = flags.DEFINE_integer("slots", _DEFAULTS.slots, "Requests that run at a time.", flag_values=_FLAGS)
-_MAX_MODEL_LEN = flags.DEFINE_integer(
-    "max_model_len",
-    None,
-    "Longest prompt plus output in tokens; the model's own limit unless given.",
-    flag_values=_FLAGS,
+engine_flags.define(_FLAGS)
+_PLAN = flags.DEFINE_string(
+    "plan", None, "Folder that runtime-compile wrote; settings come from it and need not be given.", flag_values=_FLAGS
 )
-_PAGE_SIZE = flags.DEFINE_integer("page_size", _DEFAULTS.page_size, "Tokens a KV cache page.", flag_values=_FLAGS)
-_TOKEN_BUDGET = flags.DEFINE_integer(
-    "token_budget", _DEFAULTS.token_budget, "Most tokens a step computes, prompts' and running requests' together.",
-    flag_values=_FLAGS,
-)  # fmt: skip
-_KV_CACHE_MEMORY = flags.DEFINE_string(
-    "kv_cache_memory", None, "Memory for the KV cache, such as 2GiB; chosen by what is free unless given.",
-    flag_values=_FLAGS,
-)  # fmt: skip
-_DTYPE = flags.DEFINE_enum(
-    "dtype", "auto", DTYPES, "Of weights and KV cache; auto follows the file.", flag_values=_FLAGS
+_PLAN_SHA256 = flags.DEFINE_string(
+    "plan_sha256", None, "SHA-256 that the manifest of --plan must have; nothing else is believed.", flag_values=_FLAGS
 )
 _PLAN_DIR = flags.DEFINE_string(
-    "plan_dir", None, "Folder for compiled programs; beside the model unless given.", flag_values=_FLAGS
+    "plan_dir", None, "Folder for plans that are compiled here; beside the model unless given.", flag_values=_FLAGS
 )
 _DRAIN_TIMEOUT = flags.DEFINE_float(
     "drain_timeout", 60.0, "Seconds that requests get to finish after SIGTERM or Ctrl-C.", 0.0, flag_values=_FLAGS
@@ -84,22 +69,23 @@ def run(argv: Sequence[str] | None = None) -> None:
         command.fail(_COMMAND, f"unexpected argument {unexpected[0]!r}: the model is given as --model", status=2)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_while_loading)
-    # Before gRPC is loaded: its notes about connections that close are no news to anybody.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    environment.prepare_serving()
     try:
         address = Address(_HOST.value, _PORT.value, _METRICS_PORT.value)
         address.check()
-        status = _load_and_serve(address, _engine_config(), started)
+        settings = engine_flags.given(_FLAGS)
+        settings |= {"plan": _PLAN.value, "plan_sha256": _PLAN_SHA256.value, "plan_dir": _PLAN_DIR.value}
+        status = _load_and_serve(address, settings, started)
     except (StartError, ConfigError, CheckpointError, demo.DemoError) as error:
         command.fail(_COMMAND, str(error))
     sys.exit(status)
 
 
-def _load_and_serve(address: Address, config: EngineConfig, started: float) -> int:
+def _load_and_serve(address: Address, settings: dict[str, Any], started: float) -> int:
     # Imported here, after the checks that need no more than the standard library.
     from precast.models.checkpoint import open_checkpoint
     from precast.runtime.engine_thread import EngineThread
-    from precast.runtime.loading import load_engine
+    from precast.runtime.loading import configure, load_engine
     from precast.server import serving
     from precast.server.bundle import TokenizerBundle
     from precast.server.service import ModelInfo
@@ -115,7 +101,9 @@ def _load_and_serve(address: Address, config: EngineConfig, started: float) -> i
             *(tokenizer.get_vocab_size(), checkpoint.config.vocab_size),
         )
     engine = EngineThread(
-        load_engine(checkpoint, config, tokenizer=tokenizer, progress=True, xla_flags=environment.xla_flags())
+        load_engine(
+            checkpoint, configure(settings), tokenizer=tokenizer, progress=True, xla_flags=environment.xla_flags()
+        )
     )
     engine.start()
     name = _SERVED_NAME.value or (demo.SERVED_NAME if is_demo else checkpoint.name)
@@ -135,26 +123,6 @@ def _load_and_serve(address: Address, config: EngineConfig, started: float) -> i
     if engine.failure is not None:
         print(f"{_COMMAND}: the engine has failed: {engine.failure}", file=sys.stderr)
     return status
-
-
-def _engine_config() -> EngineConfig:
-    """Raises ConfigError for a flag out of its range."""
-    return EngineConfig(
-        slots=_SLOTS.value,
-        max_model_len=_MAX_MODEL_LEN.value,
-        page_size=_PAGE_SIZE.value,
-        token_budget=_TOKEN_BUDGET.value,
-        kv_cache_memory=None if _KV_CACHE_MEMORY.value is None else _bytes("kv_cache_memory", _KV_CACHE_MEMORY.value),
-        dtype=_DTYPE.value,
-        plan_dir=_PLAN_DIR.value,
-    )
-
-
-def _bytes(flag: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"{flag} is {text!r}: it must be a number of bytes, such as 2GiB or 500MiB")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def _stop_while_loading(number: int, frame: Any) -> None:

@@ -1,55 +1,183 @@
-"""A plan's folder: what is damaged is made again, what is intact is loaded without compiling."""
+"""A plan's folder: damage is found before anything is unpickled, and what does not load is compiled from StableHLO."""
 
+import hashlib
 import json
-import multiprocessing
+import os
+import pathlib
+import pickle
+import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
-import toy_models
 
+from precast.kernels_pallas.targets import Target
+from precast.runtime import compiling, files, manifest, weight_cache
 from precast.runtime import plan as plans
-from precast.runtime import weight_cache
+from precast.runtime.manifest import PlanError
 from precast.runtime.programs import Program
-from precast.runtime.request import SamplingParams
 
 
 def double(x):
-    return x * 2 + 1
+    return {"twice": x["x"] * 2 + 1}
 
 
-PROGRAM = Program("double", double, (jax.ShapeDtypeStruct((4,), np.float32),))
+PROGRAM = Program("double", double, ({"x": jax.ShapeDtypeStruct((4,), np.float32)},), None)
+ARGUMENT = {"x": np.arange(4, dtype=np.float32)}
+FACTS = {"target": "cpu", "settings": {"mesh": {"tensor": 1}}}
 
 
-def build(root, **key):
-    """(was it compiled?, does it work?) of a plan with one program."""
-    folder = plans.PlanFolder(root, plans.make_key(**key))
-    plan = plans.build([PROGRAM], folder, plans.load(folder, first=[]), progress=False)
-    result = plan.programs["double"](np.arange(4, dtype=np.float32))
-    assert result.tolist() == [1, 3, 5, 7]
-    return not plan.built[0].loaded
-
-
-def test_the_second_build_loads(tmp_path):
-    assert build(tmp_path)
-    assert not build(tmp_path)
-
-
-def test_another_key_has_a_folder_of_its_own(tmp_path):
-    assert build(tmp_path, slots=4)
-    assert build(tmp_path, slots=8)
-    assert not build(tmp_path, slots=4)
-    assert build(tmp_path, slots=4, xla_flags="--xla_cpu_max_isa=AVX2")
-
-
-def executable_file(root):
-    (path,) = root.glob("*/executables/*.bin")
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    path = tmp_path_factory.mktemp("made") / "plan"
+    with files.replacing_folder(path) as folder:
+        entries = compiling.compile_programs([PROGRAM], folder, Target("cpu"), progress=False)
+        manifest.seal(folder, {"facts": FACTS, "programs": entries})
     return path
 
 
-def manifest_file(root):
-    (path,) = root.glob("*/manifest.json")
-    return path
+@pytest.fixture
+def folder(made, tmp_path):
+    return pathlib.Path(shutil.copytree(made, tmp_path / "plan"))
+
+
+@pytest.fixture
+def no_trial(monkeypatch):
+    """No executable loads."""
+    monkeypatch.setattr(plans.trial, "run", lambda *_: "it is another's")
+
+
+def load(folder, **options):
+    return plans.load(manifest.read(folder), first=[], mesh=lambda: None, **options)
+
+
+def works(plan):
+    result = plan.programs["double"](ARGUMENT)
+    return result["twice"].tolist() == [1, 3, 5, 7]
+
+
+class Compiles:
+    """Compilations and traces inside a block."""
+
+    def __enter__(self):
+        self._counter = plans.CompileCounter()
+        return self
+
+    def __exit__(self, *_):
+        self.compiles, self.traces = self._counter.count, self._counter.traces
+
+
+def test_a_plan_is_tried_once_and_then_loads_without_compiling(folder, monkeypatch):
+    assert works(load(folder))
+    monkeypatch.setattr(plans.trial, "run", lambda *_: pytest.fail("tried again"))
+    with Compiles() as counted:
+        assert works(load(folder))
+    assert (counted.compiles, counted.traces) == (0, 0)
+
+
+def test_another_kind_of_host_tries_for_itself(folder, monkeypatch):
+    assert works(load(folder))
+    monkeypatch.setattr(manifest, "host_kind", lambda: "another")
+    tried = []
+    monkeypatch.setattr(plans.trial, "run", lambda *_: tried.append(1))
+    assert works(load(folder))
+    assert tried == [1]
+
+
+def test_what_the_manifest_says(made):
+    sealed = manifest.read(made)
+    entry = sealed.manifest["programs"]["double"]
+    assert entry["argument_bytes"] == entry["output_bytes"] == 16
+    assert entry["alias_bytes"] == 0 and entry["collectives"] == entry["custom_calls"] == {}
+    assert entry["bytes_accessed"] == 32 and entry["compile_seconds"] > 0
+    assert set(sealed.contents) == {"executables/double.bin", "exported/double.bin", "trees.pickle"}
+
+
+def test_the_stablehlo_can_be_read_without_us(made):
+    exported = jax.export.deserialize(bytearray((made / "exported/double.bin").read_bytes()))
+    assert exported.call(ARGUMENT["x"])[0].tolist() == [1, 3, 5, 7]
+
+
+def replace_executable(folder, content):
+    """A plan that is whole, but for an executable that is not for this host."""
+    (folder / "executables/double.bin").write_bytes(content)
+    about = json.loads((folder / "manifest.json").read_bytes())
+    for file in ("manifest.json", "manifest.sha256"):
+        (folder / file).unlink()
+    manifest.seal(folder, about)
+
+
+FOREIGN = {"truncated": None, "garbage": b"\x80\x04garbage", "killing": b"cos\nabort\n(tR."}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_executable_is_replaced_by_one_compiled_here(folder, made, kind, monkeypatch):
+    whole = (made / "executables/double.bin").read_bytes()
+    replace_executable(folder, whole[: len(whole) // 2] if kind == "truncated" else FOREIGN[kind])
+    digest = manifest.read(folder).sha256
+    with Compiles() as counted:
+        assert works(load(folder))
+    assert counted.compiles == 1
+    assert manifest.read(folder).sha256 == digest
+    monkeypatch.setattr(plans.trial, "run", lambda *_: pytest.fail("tried again"))
+    with Compiles() as counted:
+        assert works(load(folder))
+    assert (counted.compiles, counted.traces) == (0, 0)
+
+
+def test_an_executable_of_another_number_of_devices_is_replaced(folder):
+    code = (
+        "import jax, pickle, sys; jax.config.update('jax_num_cpu_devices', 2)\n"
+        "from jax.experimental import serialize_executable\n"
+        "mesh = jax.make_mesh((2,), ('x',)); s = jax.NamedSharding(mesh, jax.P('x'))\n"
+        "arg = jax.ShapeDtypeStruct((4,), 'float32', sharding=s)\n"
+        "compiled = jax.jit(lambda x: x * 2 + 1).lower(arg).compile()\n"
+        "open(sys.argv[1], 'wb').write(serialize_executable.serialize(compiled)[0])\n"
+    )
+    foreign = folder.with_name("foreign")
+    subprocess.run([sys.executable, "-c", code, str(foreign)], check=True)
+    replace_executable(folder, foreign.read_bytes())
+    assert works(load(folder))
+    assert (folder / "local/executables/double.bin").exists()
+
+
+def test_a_pinned_plan_believes_no_local_executables(folder, no_trial):
+    assert works(load(folder))
+    assert (folder / "local").exists()
+    local = (folder / "local/manifest.json").stat()
+    with Compiles() as counted:
+        assert works(load(folder, pinned=True))
+    assert counted.compiles == 1
+    assert (folder / "local/manifest.json").stat() == local
+
+
+def test_damaged_local_executables_are_made_again(folder, no_trial):
+    load(folder)
+    flip(folder / "local/executables/double.bin")
+    assert works(load(folder))
+    with Compiles() as counted:
+        assert works(load(folder))
+    assert counted.compiles == 0
+
+
+def test_a_damaged_note_only_means_another_try(folder, monkeypatch):
+    tried = []
+    monkeypatch.setattr(plans.trial, "run", lambda *_: tried.append(1))
+    for content in (b"", b"[1]", b'{"a": 1}', b"\xff"):
+        (folder / "seen.json").write_bytes(content)
+        assert works(load(folder))
+    assert len(tried) == 4
+
+
+def test_a_plan_that_cannot_be_written_compiles_at_each_start(folder, no_trial, monkeypatch):
+    monkeypatch.setattr(files, "is_writable", lambda _: False)
+    for _ in range(2):
+        with Compiles() as counted:
+            assert works(load(folder))
+        assert counted.compiles == 1
+    assert not (folder / "local").exists()
 
 
 def flip(path):
@@ -58,57 +186,73 @@ def flip(path):
     path.write_bytes(content)
 
 
+def reseal(folder, **changes):
+    about = json.loads((folder / "manifest.json").read_bytes()) | changes
+    content = json.dumps(about).encode()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "manifest.sha256").write_text(hashlib.sha256(content).hexdigest())
+
+
 DAMAGE = {
-    "truncated": lambda root: executable_file(root).write_bytes(executable_file(root).read_bytes()[:-1]),
-    "emptied": lambda root: executable_file(root).write_bytes(b""),
-    "flipped": lambda root: flip(executable_file(root)),
-    "missing": lambda root: executable_file(root).unlink(),
-    "manifest missing": lambda root: manifest_file(root).unlink(),
-    "manifest truncated": lambda root: manifest_file(root).write_text(manifest_file(root).read_text()[:40]),
-    "manifest a list": lambda root: manifest_file(root).write_text("[]"),
-    "manifest of another": lambda root: manifest_file(root).write_text(json.dumps({"key": {}, "programs": {}})),
+    "no folder": (shutil.rmtree, "manifest.json cannot be read"),
+    "half written": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "no digest": (lambda f: (f / "manifest.sha256").unlink(), "manifest.sha256 cannot be read"),
+    "manifest flipped": (lambda f: flip(f / "manifest.json"), "manifest.json is damaged"),
+    "manifest truncated": (lambda f: (f / "manifest.json").write_bytes(b'{"format"'), "manifest.json is damaged"),
+    "digest flipped": (lambda f: flip(f / "manifest.sha256"), "manifest.json is damaged"),
+    "not a plan": (lambda f: reseal(f, files=[1]), "manifest.json is not a plan's"),
+    "other format": (lambda f: reseal(f, format=0), "format is 0: this version reads 1"),
+    "flipped": (lambda f: flip(f / "executables/double.bin"), "double.bin is damaged: its digest is"),
+    "truncated": (lambda f: os.truncate(f / "executables/double.bin", 9), "double.bin is damaged"),
+    "emptied": (lambda f: (f / "trees.pickle").write_bytes(b""), "trees.pickle is damaged"),
+    "missing": (lambda f: (f / "exported/double.bin").unlink(), "exported/double.bin cannot be read"),
+    "a folder in its place": (
+        lambda f: ((f / "exported/double.bin").unlink(), (f / "exported/double.bin").mkdir()),
+        "exported/double.bin cannot be read",
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_and_healed(tmp_path, damage):
-    build(tmp_path)
-    DAMAGE[damage](tmp_path)
-    assert build(tmp_path)
-    assert not build(tmp_path)
+def test_damage_is_found_before_anything_is_unpickled(folder, damage, monkeypatch):
+    monkeypatch.setattr(pickle, "loads", lambda _: pytest.fail("unpickled"))
+    spoil, message = DAMAGE[damage]
+    spoil(folder)
+    with pytest.raises(PlanError, match=message) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
 
 
-def test_a_pickle_whose_digest_does_not_match_is_not_opened(tmp_path):
-    build(tmp_path)
-    marker = tmp_path / "opened"
-    executable_file(tmp_path).write_bytes(b"cos\nsystem\n(S'touch %s'\ntR." % str(marker).encode())
-    assert build(tmp_path)
-    assert not marker.exists()
+def test_a_pinned_digest_is_the_manifests(folder):
+    digest = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+    assert manifest.read(folder, pinned=digest.upper()).sha256 == digest
+    with pytest.raises(PlanError, match=f"plan_sha256 is {'0' * 64}: the digest of its manifest.json is {digest}"):
+        manifest.read(folder, pinned="0" * 64)
 
 
-def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    assert build(blocked)
-    assert build(blocked)
+def test_nothing_is_left_of_a_folder_that_was_not_finished(tmp_path):
+    path = tmp_path / "plan"
+    with pytest.raises(RuntimeError), files.replacing_folder(path) as folder:
+        (folder / "a").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    for content in ("first", "second"):
+        with files.replacing_folder(path) as folder:
+            (folder / "a").write_text(content)
+    assert [file.name for file in tmp_path.iterdir()] == ["plan"]
+    assert (path / "a").read_text() == "second"
 
 
-def _build_in_process(root, results):
-    results.put(build(root))
-
-
-def test_two_servers_start_on_one_folder(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    processes = [context.Process(target=_build_in_process, args=(tmp_path, results)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
-    build(tmp_path)
-    assert not build(tmp_path)
-    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".json", ".bin"}
+def test_differences_name_the_field_and_both_values():
+    plan = {"jax": "1", "model": {"num_layers": 2, "name": "a"}, "cpu": {"features": ["avx", "avx512f"]}}
+    host = {"jax": "2", "model": {"num_layers": 3, "name": "a"}, "cpu": {"features": ["avx", "amx"]}, "more": 1}
+    assert manifest.differences(plan, host) == [
+        "cpu.features: the plan has ['avx512f'], here it is ['amx']",
+        "jax: the plan has '1', here it is '2'",
+        "model.num_layers: the plan has 2, here it is 3",
+        "more: the plan has None, here it is 1",
+    ]
+    assert manifest.differences(plan, plan) == []
 
 
 def test_weights_are_mapped_and_checked(tmp_path):
@@ -121,14 +265,3 @@ def test_weights_are_mapped_and_checked(tmp_path):
     assert weight_cache.load(tmp_path, "another checkpoint") is None
     flip(tmp_path / "weights.bin")
     assert weight_cache.load(tmp_path, "f") is None
-
-
-def test_an_engine_starts_from_its_plan(make_engine, run, tmp_path):
-    rand = toy_models.random_llama(tmp_path / "model")
-    settings = {"slots": 2, "max_model_len": 32, "kv_cache_memory": 1 << 16, "plan_dir": str(tmp_path)}
-    requests = [([10, 11, 12], SamplingParams(seed=1, max_tokens=5))]
-    first = run(make_engine(rand, **settings), requests)[0, 0]
-    engine = make_engine(rand, **settings)
-    assert all(one.loaded for one in engine.plan.built)
-    assert run(engine, requests)[0, 0].token_ids == first.token_ids
-    assert engine.stats().compiles_after_ready == 0
