@@ -67,6 +67,19 @@ def attention(
     Returns:
       The cache and ``[tokens, hidden]`` float32.
     """
+    queries, keys, values = project(weights, x, tokens, config, placement, kind)
+    cache, mixed = update_and_attend(
+        cache, layer, queries, keys, values, tokens.places, reading(config, kind),
+        placement, num_layers=config.num_layers, sinks=weights.get("sinks"),
+    )  # fmt: skip
+    return cache, linear_sum(mixed.reshape(x.shape[0], -1), weights["o"], placement.shard, "heads")
+
+
+def project(
+    weights: dict[str, Any], x: jax.Array, tokens: Tokens, config: ModelConfig, placement: Placement, kind: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries ``[tokens, heads, head_dim]``, keys and values ``[tokens, kv_heads, head_dim]``, float32, normed and
+    turned as they meet; arguments as of ``attention``."""
     heads, kv_heads = placement.local_heads(config)
     head_dim = config.head_dim
     widths = [heads * head_dim, (heads + kv_heads) * head_dim]
@@ -77,11 +90,7 @@ def attention(
     if turn is not None:
         queries = rope.rotate(queries, *tokens.angles[turn])
         keys = rope.rotate(keys, *tokens.angles[turn])
-    cache, mixed = update_and_attend(
-        cache, layer, queries, keys, values.reshape(-1, kv_heads, head_dim), tokens.places, reading(config, kind),
-        placement, num_layers=config.num_layers, sinks=weights.get("sinks"),
-    )  # fmt: skip
-    return cache, linear_sum(mixed.reshape(x.shape[0], -1), weights["o"], placement.shard, "heads")
+    return queries, keys, values.reshape(-1, kv_heads, head_dim)
 
 
 def _qk_norm(x: jax.Array, scale: jax.Array | None, config: ModelConfig, placement: Placement, axis: str) -> jax.Array:
