@@ -142,13 +142,17 @@ def unembed(weights: Weights, hidden: jax.Array, config: ModelConfig, placement:
 def lone_weights(weights: Weights) -> Weights:
     """The weights for steps in which only the first row counts: each Dense of a layer and the head as LoneDense.
 
-    A second copy of all that; embedding, norms and angles are shared.
+    A second copy of all that; embedding, norms and angles are shared.  weights: arrays or shapes, of a model without
+    experts.
     """
 
     def turned(weight: Any) -> Any:
         if not isinstance(weight, Dense):
             return weight
-        return LoneDense(jax.device_put(np.ascontiguousarray(np.asarray(weight.kernel).T)), weight.bias)
+        kernel = weight.kernel
+        if isinstance(kernel, jax.ShapeDtypeStruct):
+            return LoneDense(jax.ShapeDtypeStruct(kernel.shape[::-1], kernel.dtype), weight.bias)
+        return LoneDense(jax.device_put(np.ascontiguousarray(np.asarray(kernel).T)), weight.bias)
 
     def is_dense(node: Any) -> bool:
         return isinstance(node, Dense)

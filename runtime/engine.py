@@ -96,6 +96,8 @@ class Engine:
         self.plan = plan
         self._weights = weights
         self._head_weights = transformer.head_weights(weights)
+        self._lone_weights = transformer.lone_weights(weights) if shapes.lone else weights
+        self._lone_head_weights = transformer.head_weights(self._lone_weights)
         self._cache: Cache
         self._state: SlotState
         self._cache, self._state = plan.programs[programs.CREATE]()
@@ -222,15 +224,18 @@ class Engine:
         for sequence in plan.admitted:
             self._admit(sequence)
         run = self.plan.programs
-        backbone = run[programs.backbone_name(plan.decode_rows, plan.prefill_tokens)]
+        is_lone = self.shapes.lone and not plan.chunks and len(plan.decodes) == 1
+        backbone = run[programs.backbone_name(1 if is_lone else plan.decode_rows, plan.prefill_tokens)]
+        weights = self._lone_weights if is_lone else self._weights
         inputs = batch.pack(plan, self.shapes)
-        self._cache, hidden, prefilled = backbone(self._weights, self._cache, self._state.last_tokens, inputs)
+        self._cache, hidden, prefilled = backbone(weights, self._cache, self._state.last_tokens, inputs)
         sampled = scores = None
         if plan.sampling:
             rows = batch.pack_rows(plan, self.shapes)
-            self._state, sampled = run[programs.head_name(len(rows.slots))](
-                self._head_weights, self._state, hidden, rows
-            )
+            is_lone = self.shapes.lone and len(plan.sampling) == 1
+            head = run[programs.head_name(1 if is_lone else len(rows.slots))]
+            weights = self._lone_head_weights if is_lone else self._head_weights
+            self._state, sampled = head(weights, self._state, hidden, rows)
         if any(chunk.sequence.is_scoring for chunk in plan.chunks):
             targets = batch.pack_targets(plan, self.shapes)
             scores = run[programs.score_name(plan.prefill_tokens)](self._head_weights, prefilled, targets)

@@ -107,15 +107,24 @@ def enumerate_programs(
     def add(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: Any, *donated: int) -> None:
         programs.append(Program(name, function, arguments, outputs, donated, mesh))
 
-    backbone = functools.partial(step.backbone, **static)
-    for decode_rows, prefill_tokens in backbone_sizes(shapes):
+    def add_backbone(name: str, weights: transformer.Weights, decode_rows: int, prefill_tokens: int) -> None:
         inputs = _backbone_inputs(shapes, decode_rows, prefill_tokens, whole)
-        arguments = (weights, cache, state.last_tokens, inputs)
-        add(backbone_name(decode_rows, prefill_tokens), backbone, arguments, (cache_out, P(), P()), 1)
-    for rows in shapes.decode_rows:
+        function = functools.partial(step.backbone, **static)
+        add(name, function, (weights, cache, state.last_tokens, inputs), (cache_out, P(), P()), 1)
+
+    def add_head(name: str, weights: transformer.Weights, rows: int) -> None:
         row_inputs = sample.Rows(slots=whole.int32(rows), num_sampled=whole.int32(rows))
-        head = functools.partial(step.head, **static)
-        add(head_name(rows), head, (head_weights, state, hidden, row_inputs), (state_out, P()), 1)
+        function = functools.partial(step.head, **static)
+        add(name, function, (transformer.head_weights(weights), state, hidden, row_inputs), (state_out, P()), 1)
+
+    if shapes.lone:
+        lone = transformer.lone_weights(weights)
+        add_backbone(backbone_name(1, 0), lone, shapes.decode_rows[0], 0)
+        add_head(head_name(1), lone, shapes.decode_rows[0])
+    for decode_rows, prefill_tokens in backbone_sizes(shapes):
+        add_backbone(backbone_name(decode_rows, prefill_tokens), weights, decode_rows, prefill_tokens)
+    for rows in shapes.decode_rows:
+        add_head(head_name(rows), weights, rows)
     for tokens in sorted({*shapes.prefill_tokens, *shapes.mixed_tokens}):
         scored = whole.array(np.float32, tokens, config.hidden_size)
         score = functools.partial(step.score, **static)
@@ -130,7 +139,7 @@ def enumerate_programs(
 
 def needed_first(shapes: Shapes) -> list[str]:
     """What one short request needs, in order."""
-    rows, tokens = shapes.decode_rows[0], shapes.prefill_tokens[0]
+    rows, tokens = 1 if shapes.lone else shapes.decode_rows[0], shapes.prefill_tokens[0]
     return [CREATE, backbone_name(0, tokens), ADMIT, head_name(rows), backbone_name(rows, 0)]
 
 
