@@ -10,8 +10,7 @@ are reordered so that it turns halves, and heads, widths and vocabularies that d
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,57 +36,6 @@ class Leaf:
 
     axes: Axes
     make: Callable[[], Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """Layers that share one set of leaves: one layer, or like ones that are stacked in the order of ``layers``."""
-
-    layers: tuple[int, ...]
-
-    @property
-    def is_stacked(self) -> bool:
-        return len(self.layers) > 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """``repeats`` times the same few kinds of layers, from layer ``first`` on; one position for each kind."""
-
-    first: int
-    positions: tuple[Position, ...]
-
-    @property
-    def repeats(self) -> int:
-        return len(self.positions[0].layers)
-
-
-@functools.lru_cache
-def runs(config: ModelConfig, stacked: bool) -> tuple[Run, ...]:
-    """The model's layers as runs in order; without stacking each layer is a run of its own."""
-    kinds = [
-        (config.layer_window(i), config.layer_rope_kind(i), config.layer_is_moe(i)) for i in range(config.num_layers)
-    ]
-    found: list[Run] = []
-    first = 0
-    while first < config.num_layers:
-        period, repeats = _longest_repeat(kinds[first:]) if stacked else (1, 1)
-        positions = [Position(tuple(range(first + i, first + period * repeats, period))) for i in range(period)]
-        found.append(Run(first, tuple(positions)))
-        first += period * repeats
-    return tuple(found)
-
-
-def _longest_repeat(kinds: Sequence[Any]) -> tuple[int, int]:
-    """(period, repeats) from the start of ``kinds`` that cover most layers, the shortest period of those."""
-    best = (1, 1)
-    for period in range(1, len(kinds) // 2 + 1):
-        repeats = 1
-        while kinds[repeats * period : (repeats + 1) * period] == kinds[:period]:
-            repeats += 1
-        if repeats > 1 and period * repeats > best[0] * best[1]:
-            best = (period, repeats)
-    return best
 
 
 def build(

@@ -18,10 +18,10 @@ from precast.models.attention import Tokens, attention, lay_out
 from precast.models.cache import Segment
 from precast.models.config import ModelConfig
 from precast.models.layers import NORMS, Dense, LoneDense, embed, gated, linear, linear_sum, soft_cap
-from precast.models.layout import Run, runs
 from precast.models.mla import latent_attention
 from precast.models.moe import mixture
 from precast.models.placement import Placement
+from precast.models.runs import Run, runs
 
 Weights = dict[str, Any]
 CPU = Placement()

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from precast.models import layout
 from precast.models.config import ModelConfig
 from precast.models.placement import Placement
+from precast.models.runs import runs
 from precast.sharding.mesh import MeshSpec
 
 SIZES = {
@@ -94,11 +94,11 @@ def test_a_mesh_that_makes_no_sense_is_refused(text):
 )
 def test_like_layers_are_stacked(kinds, expected):
     config = model(num_layers=len(kinds), layer_kinds=tuple(kinds), sliding_window=8)
-    found = layout.runs(config, True)
+    found = runs(config, True)
     assert [(run.first, len(run.positions), run.repeats) for run in found] == expected
     layers = sorted(layer for run in found for position in run.positions for layer in position.layers)
     assert layers == list(range(len(kinds)))
-    assert all(run.repeats == 1 for run in layout.runs(config, False))
+    assert all(run.repeats == 1 for run in runs(config, False))
 
 
 @pytest.mark.parametrize("cases", [["llama"], ["gemma", "cohere", "olmo"], ["gpt_oss", "deepseek"]])
