@@ -23,6 +23,7 @@ from precast.models.config import MlaConfig, ModelConfig
 from precast.models.layers import Dense
 from precast.models.params import ArraySpec, layer_specs, param_specs
 from precast.models.placement import Piece, Placement
+from precast.models.runs import runs
 from precast.models.streaming import Read
 from precast.sharding.rules import Axes, partition
 
