@@ -8,11 +8,13 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from absl import logging
 
 from precast.models import cache as kv_cache
-from precast.models import layout
+from precast.models import layout, transformer
 from precast.models.config import ModelConfig
+from precast.models.layers import Dense, lone_is_exact
 from precast.models.placement import Placement
 from precast.runtime import compiling, files, manifest, plan
 from precast.runtime.config import ConfigError, EngineConfig, Shapes, derive_shapes
@@ -22,6 +24,7 @@ from precast.runtime.programs import ADMIT, Program, backbone_name, enumerate_pr
 from precast.sharding.mesh import MeshSpec
 
 _DEFAULT_KV_CACHE_MEMORY = 1 << 29
+_PROBED_OUTPUTS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +139,16 @@ def mesh_text(spec: MeshSpec) -> str:
 
 
 def _programs(deployment: Deployment, config: EngineConfig, shapes: Shapes) -> tuple[list[Program], Any]:
-    """The programs, and the weights that they take as shapes."""
+    """The programs, and all the weights that they take as shapes."""
     placement = deployment.placement
     mesh = deployment.machine.mesh(placement.mesh, described=not deployment.own)
     weights = layout.shapes(
         deployment.model, dtype=config.dtype, num_positions=shapes.max_model_len, placement=placement, mesh=mesh
     )
     spec = deployment.cache_spec(shapes.num_pages)
-    return enumerate_programs(deployment.model, shapes, weights, spec, mesh), weights
+    programs = enumerate_programs(deployment.model, shapes, weights, spec, mesh)
+    lone = transformer.lone_weights(weights) if shapes.lone else {"layers": (), "head": ()}
+    return programs, (weights, lone["layers"], lone["head"])
 
 
 def _shapes(deployment: Deployment, config: EngineConfig) -> Shapes:
@@ -152,7 +157,25 @@ def _shapes(deployment: Deployment, config: EngineConfig) -> Shapes:
     useful = -(-config.max_model_len // config.page_size) * config.slots
     num_pages = min(config.kv_cache_memory // deployment.cache_spec(0).page_bytes, useful) + 1
     whole_pages = not deployment.placement.is_cpu
-    return derive_shapes(config, max_model_len=config.max_model_len, num_pages=num_pages, whole_pages=whole_pages)
+    shapes = derive_shapes(config, max_model_len=config.max_model_len, num_pages=num_pages, whole_pages=whole_pages)
+    return dataclasses.replace(shapes, lone=_has_lone_rows(deployment, config))
+
+
+def _has_lone_rows(deployment: Deployment, config: EngineConfig) -> bool:
+    """Whether steps of one row get programs and a copy of the weights of their own.
+
+    In float32 on CPU, where that doubles their speed, if this processor gives both ways the same bits.
+    """
+    model, placement = deployment.model, deployment.placement
+    if config.dtype != "float32" or not placement.is_cpu or placement.mesh.num_devices > 1:
+        return False
+    if model.mla is not None or model.moe is not None:
+        return False
+    weights = layout.shapes(model, dtype=config.dtype, num_positions=2, placement=placement, mesh=None)
+    dense = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Dense))
+    kernels = {node.kernel.shape for node in dense if isinstance(node, Dense)} | {weights["embed"].shape}
+    # The order of a sum does not depend on how many there are.
+    return lone_is_exact({(min(outputs, _PROBED_OUTPUTS), inputs) for outputs, inputs in kernels})
 
 
 def _fitted(deployment: Deployment, num_pages: int) -> EngineConfig:
@@ -182,9 +205,9 @@ def _settled_by_memory(deployment: Deployment, progress: bool) -> EngineConfig:
     """
     config = deployment.settings
     page_bytes = deployment.cache_spec(0).page_bytes
-    shapes = dataclasses.replace(_shapes(deployment, dataclasses.replace(config, kv_cache_memory=0)), num_pages=2)
+    shapes = _shapes(deployment, dataclasses.replace(config, kv_cache_memory=page_bytes))
     programs, weights = _programs(deployment, config, shapes)
-    _memory(deployment, programs, {}, weights, 2).check(manifest.settings_of(config))
+    _memory(deployment, programs, {}, weights, shapes.num_pages).check(manifest.settings_of(config))
     names = {
         backbone_name(shapes.decode_rows[-1], shapes.mixed_tokens[-1]),
         backbone_name(0, shapes.prefill_tokens[-1]),
@@ -196,7 +219,7 @@ def _settled_by_memory(deployment: Deployment, progress: bool) -> EngineConfig:
         entries = compiling.compile_programs(
             largest, pathlib.Path(folder), deployment.machine.target, progress=progress
         )
-    memory = _memory(deployment, programs, entries, weights, 2)
+    memory = _memory(deployment, programs, entries, weights, shapes.num_pages)
     memory.check(manifest.settings_of(config))
     config = dataclasses.replace(config, kv_cache_memory=(memory.most_pages - 1) * page_bytes)
     return _fitted(dataclasses.replace(deployment, settings=config), memory.most_pages - 1)
