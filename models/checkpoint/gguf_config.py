@@ -21,6 +21,9 @@ _KEYS = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 _READ_HERE = ("vocab_size", "attention.value_length", "rope.dimension_count")
 _SCALING = "rope.scaling."
@@ -54,6 +57,7 @@ def as_config(
         "model_type": names.architectures[architecture],
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in headers,
+        **names.constants,
     }
     for key, value in ours.items():
         if key not in _READ_HERE and not key.startswith(_SCALING):

@@ -60,11 +60,13 @@ class GgufNames:
     Attributes:
       architectures: value of ``general.architecture`` -> the ``model_type`` that it stands for.
       tensors: templates that differ from the usual ones.
+      constants: keys of config.json that the metadata leave out because all models of the architecture agree.
       permuted: query and key rows are stored as interleaved pairs and must be put back into halves.
     """
 
     architectures: Mapping[str, str]
     tensors: Mapping[str, Template] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     permuted: bool = False
 
 

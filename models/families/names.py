@@ -52,6 +52,8 @@ GGUF: Mapping[str, Template] = {
         for part in ("gate", "up", "down")
         for kind in ("weight", "bias")
     },
+    "layers.{i}.moe.router.weight": "blk.{i}.ffn_gate_inp.weight",
+    **{f"layers.{{i}}.moe.{part}.weight": f"blk.{{i}}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")},
 }
 
 

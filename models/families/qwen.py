@@ -108,4 +108,5 @@ QWEN3_MOE = Family(
     examples="Qwen3-30B-A3B, Qwen3-235B-A22B",
     model_types=("qwen3_moe",),
     read_config=read_qwen3_moe,
+    gguf=GgufNames({"qwen3moe": "qwen3_moe"}, constants={"norm_topk_prob": True}),
 )
