@@ -161,6 +161,11 @@ def lone_weights(weights: Weights) -> Weights:
     return {**weights, "layers": jax.tree.map(turned, weights["layers"], is_leaf=is_dense), "head": head}
 
 
+def body_weights(weights: Weights) -> Weights:
+    """The part of the weights that ``forward`` reads."""
+    return {name: weight for name, weight in weights.items() if name != "head"}
+
+
 def head_weights(weights: Weights) -> Weights:
     """The part of the weights that ``unembed`` reads."""
     return {

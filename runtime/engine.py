@@ -94,10 +94,9 @@ class Engine:
         self.config = config
         self.shapes = shapes
         self.plan = plan
-        self._weights = weights
-        self._head_weights = transformer.head_weights(weights)
-        self._lone_weights = transformer.lone_weights(weights) if shapes.lone else weights
-        self._lone_head_weights = transformer.head_weights(self._lone_weights)
+        lone = transformer.lone_weights(weights) if shapes.lone else weights
+        self._weights, self._lone_weights = transformer.body_weights(weights), transformer.body_weights(lone)
+        self._head_weights, self._lone_head_weights = transformer.head_weights(weights), transformer.head_weights(lone)
         self._cache: Cache
         self._state: SlotState
         self._cache, self._state = plan.programs[programs.CREATE]()

@@ -110,7 +110,8 @@ def enumerate_programs(
     def add_backbone(name: str, weights: transformer.Weights, decode_rows: int, prefill_tokens: int) -> None:
         inputs = _backbone_inputs(shapes, decode_rows, prefill_tokens, whole)
         function = functools.partial(step.backbone, **static)
-        add(name, function, (weights, cache, state.last_tokens, inputs), (cache_out, P(), P()), 1)
+        arguments = (transformer.body_weights(weights), cache, state.last_tokens, inputs)
+        add(name, function, arguments, (cache_out, P(), P()), 1)
 
     def add_head(name: str, weights: transformer.Weights, rows: int) -> None:
         row_inputs = sample.Rows(slots=whole.int32(rows), num_sampled=whole.int32(rows))
