@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import resource
@@ -87,8 +88,13 @@ def _read_model():
     config = path / "config.json"
     if path.is_dir() and config.is_file() and not any(path.glob("*.safetensors*")):
         try:
-            return read_config(json.loads(config.read_bytes()), str(config))[1]
+            raw = json.loads(config.read_bytes())
         except ValueError as error:
             raise CheckpointError(f"{config} cannot be read: {error}") from None
+        model = read_config(raw, str(config))[1]
+        # What the weights' files would say.
+        text = raw.get("text_config", raw)
+        dtype = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype")
+        return model if dtype is None else dataclasses.replace(model, dtype=dtype)
     is_demo = _MODEL.value == "demo"
     return open_checkpoint(str(demo.fetch(environment.cache_dir())) if is_demo else _MODEL.value).config
