@@ -32,6 +32,9 @@ EXECUTABLES, EXPORTED, TREES = "executables", "exported", "trees.pickle"
 # Host memory set aside for each program that is being compiled.
 _COMPILE_BYTES = 3 << 30
 _PLATFORMS = {"cpu": "cpu", "reference": "cpu", "tpu": "tpu", "gpu": "cuda"}
+# Without a GPU to try tiles on, XLA's Triton products take splits that write and read partial sums; cuBLAS chooses on
+# the GPU itself.
+_OPTIONS: dict[str, dict[str, bool | str]] = {"cuda": {"xla_gpu_enable_triton_gemm": False}}
 # Kernels whose serialised form JAX does not promise to read later: only the versions that wrote a plan read it.
 _KERNEL_CALLS = ("mosaic_gpu_v2",)
 
@@ -141,7 +144,7 @@ def _compile(source: Source, mesh: Mesh | None) -> tuple[bytes, dict[str, Any]]:
     outputs = None if mesh is None else exported.out_shardings_jax(mesh)
     began = time.monotonic()
     lowered = jax.jit(exported.call, donate_argnums=source.trees.donated, out_shardings=outputs).lower(*arguments)
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=_OPTIONS.get(exported.platforms[0]))
     seconds = time.monotonic() - began
     content, _, _ = serialize_executable.serialize(compiled)
     return content, {"compile_seconds": round(seconds, 3), **_describe(compiled, len(content))}
