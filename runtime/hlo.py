@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from precast.runtime.hlo_text import Computation, Instruction, Module, parse
-from precast.runtime.hlo_work import COLLECTIVES, Cost, called, instruction_cost, kernel_cost
+from precast.runtime.hlo_work import COLLECTIVES, Cost, called, instruction_cost, kernel_cost, results
 
 __all__ = ["COLLECTIVES", "Account", "Copy", "Cost", "Item", "account", "aliased_parameters", "collectives", "copies",
            "custom_calls"]  # fmt: skip
@@ -161,8 +161,8 @@ def copies(text: str, least_bytes: int) -> tuple[Copy, ...]:
     found = []
     for computation in _executed(module):
         for instruction in computation.instructions.values():
-            results = instruction.arrays[:1] if instruction.opcode == "copy-start" else instruction.arrays
-            large = [array for array in results if array.bytes >= least_bytes and not array.on_chip]
+            made = results(computation, instruction)
+            large = [array for array in made if array.bytes >= least_bytes and not array.on_chip]
             if large and _is_move(module, instruction):
                 kind = instruction.opcode.removesuffix("-start")
                 place = (computation.name, instruction.name, kind)
@@ -197,7 +197,7 @@ def _handed_over(instruction: Instruction) -> list[str]:
         if listed is not None:
             return re.findall(r"%?([\w.\-]+)", listed)
         return [str(instruction.called(f"{truth}_computation")) for truth in ("true", "false")]
-    if instruction.opcode in ("call", "async-start"):
+    if instruction.opcode in ("call", "call-start", "async-start"):
         return [str(instruction.called("to_apply") or instruction.called("calls"))]
     return []
 

@@ -47,6 +47,18 @@ def kernel_cost(inside: Computation, call: Instruction, cache: Cost) -> Cost:
     return Cost(_custom_call_bytes(call, others) + cache.bytes, cache.flops)
 
 
+def results(inside: Computation, instruction: Instruction) -> tuple[Array, ...]:
+    """The arrays that an instruction makes: the start of an asynchronous one lists more."""
+    arrays = instruction.arrays
+    if instruction.opcode == "copy-start":
+        return arrays[:1]
+    if not instruction.opcode.endswith("-start") or len(arrays) == 1:
+        return arrays
+    # (operands, results, contexts); contexts are scalars
+    after = arrays[sum(len(inside.instructions[name].arrays) for name in instruction.operands) :]
+    return tuple(array for array in after if array.dims) or arrays[-1:]
+
+
 def called(module: Module, instruction: Instruction) -> Computation:
     """The computation of a fusion."""
     return module.computations[str(instruction.called("calls"))]
@@ -58,11 +70,7 @@ def _moved(module: Module, inside: Computation, instruction: Instruction) -> int
         return _device_bytes(instruction.arrays[:2])
     if instruction.opcode == "custom-call":
         return _custom_call_bytes(instruction, operands)
-    written = instruction.arrays
-    if instruction.opcode.endswith("-start") and len(written) > 1:
-        # (operands, results, contexts); contexts are scalars
-        results = written[sum(map(len, operands)) :]
-        written = tuple(array for array in results if array.dims) or written[-1:]
+    written = results(inside, instruction)
     read = _reads(module, instruction, sum(array.elements for array in written))
     total = 0
     for arrays, elements in zip(operands, read, strict=True):
