@@ -35,8 +35,8 @@ tokenizer = Tokenizer.from_str(text.tokenizer_json)
 
 
 # %% [markdown]
-# The entropy of queries `[layers, batch, heads, dim]` over cached keys `[layers, batch, positions, kv_heads, dim]` up to
-# each sequence's position: `[layers, batch, heads]`, in units of `log(n)`, so that 1 is attention to all alike.
+# The entropy of queries `[layers, batch, heads, dim]` over cached keys `[layers, batch, positions, kv_heads, dim]`
+# up to each sequence's position: `[layers, batch, heads]`, in units of `log(n)`, so that 1 is attention to all alike.
 
 
 # %%
@@ -51,7 +51,7 @@ def entropy(queries, keys, positions):
 
 
 # %% [markdown]
-# `decode` of a Llama, layer by layer under one scan, with each layer's queries kept. The keys are in the cache after it.
+# `decode` of a Llama, layer by layer under one scan, with each layer's queries kept. The keys are in the cache then.
 
 
 # %%
