@@ -20,7 +20,7 @@ from precast.kernels_pallas import aot
 from precast.kernels_pallas.targets import GPU_CHIPS, TPU_CHIPS, Target
 from precast.sharding.mesh import MeshSpec
 
-_FORMS = "cpu, cpu:8, tpu:v6e:2x4, cuda:h100 or cuda:h200x8"
+_FORMS = "cpu, cpu:8, reference, tpu:v6e:2x4, cuda:h100 or cuda:h200x8"
 # HBM that XLA's TPU compiler lets a program use on one device: what it names when a program does not fit.
 _TPU_MEMORY_GIB = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
 _TPU_AXES = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
@@ -45,9 +45,12 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Machine:
-        """Reads "cpu", "cpu:8", "tpu:v6e:2x4", "cuda:h100" or "cuda:h200x8"; raises ValueError that names the part."""
-        if match := re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", text):
-            return cls(Target("cpu"), "", int(match[1] or 1))
+        """Reads "cpu", "cpu:8", "tpu:v6e:2x4", "cuda:h100" or "cuda:h200x8"; raises ValueError that names the part.
+
+        "reference" is the host's processor with the accelerators' layout and plain kernels.
+        """
+        if match := re.fullmatch(r"(cpu|reference)(?::([1-9]\d{0,3}))?", text):
+            return cls(Target(match[1]), "", int(match[2] or 1))
         if match := re.fullmatch(r"tpu:(\w+):([1-9]\d*(?:x[1-9]\d*)*)", text):
             chip, topology = match.groups()
             _known(text, chip, TPU_CHIPS)
@@ -87,11 +90,16 @@ class Machine:
         raise ValueError(f"device is {kind!r}: it is not one of {', '.join([*_TPU_KINDS, *GPU_CHIPS])}")
 
     def __str__(self) -> str:
-        if self.target.backend == "cpu":
-            return "cpu" if self.num_devices == 1 else f"cpu:{self.num_devices}"
+        if self.is_host:
+            return self.target.backend + (f":{self.num_devices}" if self.num_devices > 1 else "")
         if self.target.backend == "tpu":
             return f"tpu:{self.target.chip}:{self.topology}"
         return f"cuda:{self.target.chip}" + (f"x{self.num_devices}" if self.num_devices > 1 else "")
+
+    @property
+    def is_host(self) -> bool:
+        """Whether programs run on the host's own processor."""
+        return self.target.backend in ("cpu", "reference")
 
     def mesh(self, spec: MeshSpec, *, described: bool = False) -> Mesh | None:
         """The mesh over this process's devices, or over described ones; None for the host's processor alone.
@@ -101,11 +109,11 @@ class Machine:
         devices = self.devices() if described else self.own_devices()
         if devices.size < spec.num_devices:
             raise ValueError(f"mesh is {spec}: {self} has {devices.size} devices, it takes {spec.num_devices}")
-        return None if self.target.backend == "cpu" and spec.num_devices == 1 else spec.build(devices)
+        return None if self.is_host and spec.num_devices == 1 else spec.build(devices)
 
     def own_devices(self) -> np.ndarray:
         """JAX devices [num_devices] that this process can run on; raises ValueError where they are not this machine."""
-        if self.target.backend == "cpu":
+        if self.is_host:
             return self.devices()
         if (here := Machine.here(self.num_devices)) != self:
             raise ValueError(f"target is {self}: this machine is {here}")
@@ -118,7 +126,7 @@ class Machine:
 
         Raises ValueError where there are fewer CPU devices, or the compiler for the chip is not installed.
         """
-        if self.target.backend == "cpu":
+        if self.is_host:
             _allow_cpu_devices(self.num_devices)
             found = jax.devices("cpu")
             if len(found) < self.num_devices:
@@ -136,7 +144,7 @@ class Machine:
     @property
     def memory_bytes(self) -> int:
         """Memory that programs can use on each device."""
-        if self.target.backend == "cpu":
+        if self.is_host:
             return host_memory() // self.num_devices
         if self.target.backend == "tpu":
             return int(_TPU_MEMORY_GIB[self.target.tpu.name] * (1 << 30))

@@ -108,7 +108,7 @@ def facts(model: ModelConfig, settings: dict[str, Any], machine: Machine, xla_fl
         "jaxlib": importlib.metadata.version("jaxlib"),
         "plugins": _versions(_PLUGINS.get(machine.target.backend, ())),
         "xla_flags": xla_flags,
-        "cpu": processor() if machine.target.backend == "cpu" else None,
+        "cpu": processor() if machine.is_host else None,
         "source": source_digest(),
     }
     return json.loads(json.dumps(described))

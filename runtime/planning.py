@@ -83,7 +83,7 @@ def resolve(model: ModelConfig, config: EngineConfig, machine: Machine, *, own: 
             f"max_model_len is {longest}: the model is made for at most {model.max_position_embeddings} positions"
         )
     memory = config.kv_cache_memory
-    if memory is None and machine.target.backend == "cpu":
+    if memory is None and machine.is_host:
         memory = min(_DEFAULT_KV_CACHE_MEMORY, host_memory() // 4)
     config = dataclasses.replace(config, dtype=dtype, max_model_len=longest, kv_cache_memory=memory)
     deployment = Deployment(model, config, machine, xla_flags, own)

@@ -63,7 +63,7 @@ def _compile(out: pathlib.Path, config: EngineConfig) -> None:
     began = time.monotonic()
     try:
         machine = Machine.parse(_TARGET.value)
-        own = machine.target.backend == "cpu"
+        own = machine.is_host
         deployment = planning.resolve(_read_model(), config, machine, own=own, xla_flags=environment.xla_flags())
         planning.make(out, deployment, progress=True)
     except ValueError as error:
