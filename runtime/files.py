@@ -29,7 +29,10 @@ def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to fill, which takes the place of ``path``, and of all that was in it, when the block ends well."""
-    made, old = (path.with_name(f".{path.name}.{uuid.uuid4().hex}") for _ in range(2))
+    for left in path.parent.glob(f".{path.name}.*"):
+        if not _is_running(left.suffix[1:]):
+            shutil.rmtree(left, ignore_errors=True)
+    made, old = (path.with_name(f".{path.name}.{uuid.uuid4().hex}.{os.getpid()}") for _ in range(2))
     made.mkdir(parents=True)
     try:
         yield made
@@ -40,6 +43,11 @@ def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     finally:
         shutil.rmtree(made, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_running(process: str) -> bool:
+    """Whether this host has a process with this id."""
+    return pathlib.Path("/proc", process).exists()
 
 
 def is_writable(folder: pathlib.Path) -> bool:

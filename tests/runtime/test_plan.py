@@ -236,6 +236,8 @@ def test_nothing_is_left_of_a_folder_that_was_not_finished(tmp_path):
         (folder / "a").write_text("half")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+    # Left by a process that was killed.
+    (tmp_path / ".plan.0.99999999").mkdir()
     for content in ("first", "second"):
         with files.replacing_folder(path) as folder:
             (folder / "a").write_text(content)
