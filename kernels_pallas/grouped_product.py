@@ -55,15 +55,20 @@ def grouped_product(rows: jax.Array, matrices: jax.Array, sizes: jax.Array, *, t
             f"grouped_product: matrices {matrices.dtype.name} {matrices.shape} on {target.chip}: outputs must be a "
             f"multiple of {_TILE_OUTPUTS[-1]}, inputs of {_TILE_INPUTS}, the dtype 16 bits wide"
         )
-    out = ragged_dot_mgpu.ragged_dot(
+    static = {
+        "block_m": _TILE_ROWS,
+        "block_n": tile,
+        "block_k": _TILE_INPUTS,
+        "max_concurrent_steps": _STAGES,
+        "grid_block_n": 1,
+        "transpose_rhs": True,
+    }
+    # like layers of a program share one trace and one lowering
+    product = jax.jit(ragged_dot_mgpu.ragged_dot, static_argnames=tuple(static))
+    out = product(
         rows,
         matrices,
         group_sizes=sizes,
-        block_m=_TILE_ROWS,
-        block_n=tile,
-        block_k=_TILE_INPUTS,
-        max_concurrent_steps=_STAGES,
-        grid_block_n=1,
-        transpose_rhs=True,
+        **static,
     )
     return out.astype(jnp.float32)
