@@ -59,7 +59,8 @@ sample(logits [{batch}, {vocab_size}], options)
 - Integers are int32, logits and real options float32, weights and cache as `export.json` says.
 
 Written by JAX {jax}. JAX promises to load such files for six months after that version. It does not promise it for
-the kernels inside the NVIDIA files: run those with this version.
+the kernels inside the NVIDIA files: run those with this version, and import jax.experimental.mosaic.gpu first, as the
+example does.
 """
 
 

@@ -6,6 +6,7 @@ python example.py --token_ids 1,2,3 --steps 16 --temperature 0.8 --seed 1
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 from typing import Any
@@ -28,6 +29,9 @@ class Exported:
         self.about = json.loads((folder / "export.json").read_text())
         if platform not in self.about["platforms"]:
             raise SystemExit(f"{folder} has functions for {', '.join(self.about['platforms'])}, not for {platform}")
+        if platform == "cuda":
+            # It tells XLA where the kernels' runtime lies.
+            importlib.import_module("jax.experimental.mosaic.gpu")
         parts = self.about["platforms"][platform]
         self.prefill, self.decode, self.sample = (
             export.deserialize(bytearray((folder / parts["functions"][name]).read_bytes()))

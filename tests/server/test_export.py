@@ -1,5 +1,6 @@
 """``runtime-export``: what it writes runs without the project, and gives the engine's tokens."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from jax import export as jax_export
 from precast.kernels_pallas.targets import Target
 from precast.models.checkpoint import open_checkpoint
 from precast.runtime.config import ConfigError
-from precast.runtime.exporting import ExportShapes
+from precast.runtime.exporting import Exporter, ExportShapes
 from precast.runtime.request import SamplingParams
 from precast.server import export
 from precast.server.llm import LLM
@@ -38,16 +39,24 @@ def exported(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Where JAX keeps what the example compiles, for its next run."""
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="module")
 def llm(model):
     return LLM(str(model), progress=False, slots=2, max_model_len=48, page_size=16, token_budget=10)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 7}])
-def test_the_example_gives_the_engines_tokens_without_the_project(exported, llm, sampling):
+def test_the_example_gives_the_engines_tokens_without_the_project(exported, compiled, llm, sampling):
     arguments = [f"--token_ids={','.join(map(str, prompt))}" for prompt in PROMPTS]
     arguments += [f"--{name}={value}" for name, value in sampling.items()]
     command = [sys.executable, "-c", ALONE, str(exported / "example.py"), f"--steps={STEPS}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"JAX_PLATFORMS": "cpu"})
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": compiled}
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     printed = [[int(word) for word in line.split(",")] for line in done.stdout.splitlines()]
     params = SamplingParams(max_tokens=STEPS, ignore_eos=True, **sampling)
@@ -65,6 +74,15 @@ def test_functions_for_a_tpu_hold_its_kernels(exported):
         listed = [*about["weights"], *about["cache"]]
         arguments = [(list(one.shape), one.dtype.name) for one in read.in_avals[: len(listed)]]
         assert arguments == [(one["shape"], one["dtype"]) for one in listed]
+
+
+def test_functions_for_a_gpu_hold_its_kernels(model):
+    config = dataclasses.replace(open_checkpoint(str(model)).config, num_layers=1, head_dim=16)
+    exporter = Exporter(config, Target("gpu", "h200"), SHAPES, "bfloat16")
+    artefacts = exporter.artefacts()
+    for name in ("prefill", "decode"):
+        read = jax_export.deserialize(bytearray(artefacts[name]))
+        assert read.platforms == ("cuda",) and "mosaic_gpu_v2" in read.mlir_module()
 
 
 def test_platforms_share_their_weights(exported):
