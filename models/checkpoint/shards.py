@@ -1,7 +1,7 @@
 """The safetensors files of a Hugging Face directory: which there are, and what each holds.
 
-The library checks a file's header; what is read then goes straight into an array of its own.  The library
-maps files, so that all that was ever read stays in the process's memory, and copies a tensor twice.
+The library checks a file's header; what is read then goes straight into an array of its own, because the library
+maps files, and what was read of a mapped file counts as the process's memory for as long as it is open.
 """
 
 from __future__ import annotations
