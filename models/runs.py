@@ -35,9 +35,13 @@ class Run:
 
 @functools.lru_cache
 def runs(config: ModelConfig, stacked: bool) -> tuple[Run, ...]:
-    """The model's layers as runs in order; without stacking each layer is a run of its own."""
+    """The model's layers as runs in order; without stacking each layer is a run of its own.
+
+    So is each layer with experts: compilers copy a layer's experts out of a stack before the grouped product.
+    """
     kinds = [
-        (config.layer_window(i), config.layer_rope_kind(i), config.layer_is_moe(i)) for i in range(config.num_layers)
+        (config.layer_window(i), config.layer_rope_kind(i), i if config.layer_is_moe(i) else None)
+        for i in range(config.num_layers)
     ]
     found: list[Run] = []
     first = 0
