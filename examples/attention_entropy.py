@@ -24,7 +24,7 @@ from precast.models.checkpoint import open_checkpoint
 from precast.models.layers import rms_norm
 from precast.server import demo, environment
 
-MAX_TOKENS, STEPS = 96, 48
+MAX_TOKENS, STEPS = 128, 48
 PROMPT = "The Moon is about one-sixth the size of the Earth. It has no air, and"
 
 path = sys.argv[1] if len(sys.argv) == 2 else str(demo.fetch(environment.cache_dir()))

@@ -20,7 +20,7 @@ from precast.runtime import files
 from precast.runtime.config import DTYPES, ConfigError
 from precast.runtime.exported_weights import WeightWriter
 from precast.runtime.exporting import Exporter, ExportShapes
-from precast.server import command, export_example
+from precast.server import command, demo, environment, export_example
 
 _COMMAND = "runtime-export"
 _SUMMARY = """
@@ -67,7 +67,9 @@ example does.
 def _define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     shapes = ExportShapes()
-    flags.DEFINE_string("model", None, "Hugging Face directory, GGUF file, converted directory or hub id.", values)
+    flags.DEFINE_string(
+        "model", None, "Hugging Face directory, GGUF file, converted directory, hub id or 'demo'.", values
+    )
     flags.DEFINE_string("out", None, "Folder to write.", values)
     flags.DEFINE_list("platforms", ["cpu"], "Any of cpu, tpu:CHIP and cuda:CHIP, such as tpu:v6e,cuda:h200.", values)
     flags.DEFINE_enum("dtype", "auto", DTYPES, "Of weights and cache; auto follows the checkpoint.", values)
@@ -96,13 +98,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = pathlib.Path(values.out)
     try:
         targets = parse_platforms(values.platforms)
-        checkpoint = open_checkpoint(values.model)
+        is_demo = values.model == "demo"
+        checkpoint = open_checkpoint(str(demo.fetch(environment.cache_dir())) if is_demo else values.model)
         max_tokens = values.max_tokens
         if max_tokens is None:
             max_tokens = min(ExportShapes.max_tokens, checkpoint.config.max_position_embeddings)
         shapes = ExportShapes(values.batch, values.prefill_tokens, max_tokens, values.page_size)
         export_model(checkpoint, out, targets, shapes, values.dtype, with_weights=values.weights)
-    except (CheckpointError, ConfigError, NotImplementedError) as error:
+    except (CheckpointError, ConfigError, demo.DemoError, NotImplementedError) as error:
         command.fail(_COMMAND, str(error))
     except OSError as error:
         command.fail(_COMMAND, f"{out} cannot be written: {error.strerror or error}")
