@@ -112,8 +112,8 @@ def decode(
       config, max_tokens: as loaded.
 
     Returns:
-      Logits after the token ``[batch, vocab]`` float32, not numbers where a position is not below max_tokens; and the
-      cache with the tokens in it.
+      Logits after the token ``[batch, vocab]`` float32, and the cache with the tokens in it.  Where a position is not
+      below max_tokens the logits are no numbers and the cache is as it was.
 
     Raises:
       ValueError: the cache is of another batch.
@@ -123,9 +123,11 @@ def decode(
     shape = kv_cache.shapes(spec, None).shape
     if cache.shape != shape:
         raise ValueError(f"cache is {cache.shape}: for {batch} sequences it must be {shape}")
+    has_room = positions < max_tokens
     rows = segment(token_ids[:, None], positions, spec)
+    rows = dataclasses.replace(rows, lengths=has_room.astype(jnp.int32))
     logits, cache = _run(params, cache, rows, config, max_tokens)
-    return jnp.where(positions[:, None] < max_tokens, logits[:, 0], jnp.nan), cache
+    return jnp.where(has_room[:, None], logits[:, 0], jnp.nan), cache
 
 
 def keys_and_values(cache: jax.Array, batch: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:

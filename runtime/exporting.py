@@ -144,7 +144,7 @@ class Exporter:
           lengths: ``[batch]`` int32, tokens that are not padding.
 
         Returns:
-          Logits after each last token ``[batch, vocab]`` float32, and the cache.
+          Logits after each last token ``[batch, vocab]`` float32, no numbers where that has no room; and the cache.
         """
         return self._run(weights, cache, token_ids, starts, lengths)
 
@@ -157,10 +157,13 @@ class Exporter:
         cache = jax.tree.unflatten(jax.tree.structure(self.cache), cache)
         batch, q = token_ids.shape
         table = jnp.arange(1, self.cache_spec.num_pages, dtype=jnp.int32).reshape(batch, -1)
-        rows = Segment(token_ids, starts, lengths, table)
+        # The kernels read no page past a sequence's own.
+        live = jnp.minimum(lengths, jnp.maximum(self.shapes.max_tokens - starts, 0))
+        rows = Segment(token_ids, starts, live, table)
         cache, hidden = transformer.forward(weights, cache, (rows,), config=self.config, placement=self.placement)
         last = hidden.reshape(batch, q, -1)[jnp.arange(batch), jnp.maximum(lengths - 1, 0)]
-        return transformer.unembed(weights, last, self.config, self.placement), jax.tree.leaves(cache)
+        logits = transformer.unembed(weights, last, self.config, self.placement)
+        return jnp.where((live == lengths)[:, None], logits, jnp.nan), jax.tree.leaves(cache)
 
     def _sample(self, logits, options):
         """Draws a token a sequence, as the engine does.

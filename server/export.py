@@ -50,8 +50,8 @@ sample(logits [{batch}, {vocab_size}], options)
     -> token_ids [{batch}]
 ```
 
-- weights, cache: lists of arrays; a new cache is zeros. It holds {max_tokens} tokens a sequence: a later position is
-  not refused, and what comes out is not to be used. Donate it, as the example does, or each call copies it.
+- weights, cache: lists of arrays; a new cache is zeros. Donate it, as the example does, or each call copies it. It
+  holds {max_tokens} tokens a sequence: a later one is not kept, its logits are no numbers, and sample gives -1 for it.
 - prefill reads up to {prefill_tokens} tokens of each sequence, from position starts on; longer prompts take several
   calls. Pad token_ids at the end; lengths counts what is not padding. The logits are those after each last token.
 - options: temperature (0 is greedy), top_k (0 is off), top_p (1 is off), min_p (0 is off), num_sampled (tokens drawn

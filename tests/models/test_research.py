@@ -133,14 +133,16 @@ def test_keys_and_values_of_both_ways_agree(model):
 
 
 def test_what_does_not_fit_is_told(model, tmp_path):
-    _, params, prefill, decode = model
+    config, params, prefill, decode = model
     with pytest.raises(ValueError, match=r"token_ids has 41 tokens: .* max_tokens, 40"):
         prefill(params, np.zeros((1, 41), np.int32))
     _, cache = prefill(params, IDS)
     with pytest.raises(ValueError, match=r"cache is .*: for 1 sequences it must be"):
         decode(params, cache, IDS[:1, 0], np.zeros(1, np.int32))
-    logits, _ = decode(params, cache, IDS[:, 0], np.array([39, 40], np.int32))
+    logits, after = decode(params, cache, IDS[:, 0], np.array([39, 48], np.int32))
     assert np.isfinite(logits[0]).all() and np.isnan(logits[1]).all()
+    for old, new in zip(*(research.keys_and_values(one, 2, config) for one in (cache, after)), strict=True):
+        np.testing.assert_array_equal(old[:, 1], new[:, 1])
     with pytest.raises(ValueError, match=r"max_tokens is 0"):
         precast.models.load(str(tmp_path), max_tokens=0)
     with pytest.raises(CheckpointError):

@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 import safetensors
 import tiny_model
@@ -15,7 +17,7 @@ from precast.models.checkpoint import open_checkpoint
 from precast.runtime.config import ConfigError
 from precast.runtime.exporting import Exporter, ExportShapes
 from precast.runtime.request import SamplingParams
-from precast.server import export
+from precast.server import export, export_example
 from precast.server.llm import LLM
 
 SHAPES = ExportShapes(batch=2, prefill_tokens=8, max_tokens=48, page_size=16)
@@ -62,6 +64,15 @@ def test_the_example_gives_the_engines_tokens_without_the_project(exported, comp
     params = SamplingParams(max_tokens=STEPS, ignore_eos=True, **sampling)
     results = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     assert printed == [result.outputs[0].token_ids for result in results]
+
+
+def test_a_token_without_room_gives_no_numbers(exported):
+    model = export_example.Exported(exported, "cpu")
+    ids, positions = np.zeros(2, np.int32), np.array([47, 48], np.int32)
+    logits, cache = jax.jit(model.decode.call)(model.weights, model.new_cache(), ids, positions)
+    assert np.isfinite(logits[0]).all() and np.isnan(logits[1]).all()
+    # The second sequence's pages, after the scratch page and three of the first.
+    assert not any(np.asarray(one[4:]).any() for one in cache)
 
 
 def test_functions_for_a_tpu_hold_its_kernels(exported):
