@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import flax.struct
 import jax
@@ -18,20 +19,24 @@ _CLAMPED_SLOPE = 1.702
 _GROUP_BLOCK = 8
 
 
+# A jax.Array in a program; before that a NumPy array, a shape, or what will make one.
+Matrix = Any
+
+
 @flax.struct.dataclass
 class Dense:
     """A dense layer's weight as the target lays it out: ``kernel [out, in]``, and ``bias [out]`` float32 or None."""
 
-    kernel: jax.Array
-    bias: jax.Array | None = None
+    kernel: Matrix
+    bias: Matrix | None = None
 
 
 @flax.struct.dataclass
 class LoneDense:
     """A dense layer's weight for steps in which only the first row counts: ``kernel [in, out]``, bias as ``Dense``."""
 
-    kernel: jax.Array
-    bias: jax.Array | None = None
+    kernel: Matrix
+    bias: Matrix | None = None
 
 
 def linear(x: jax.Array, weight: Dense | LoneDense) -> jax.Array:

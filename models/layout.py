@@ -230,8 +230,7 @@ class _Arrays:
         bias = None
         if f"{parts[0]}.bias" in self.names:
             bias = self._joined([f"{part}.bias" for part in parts], axis, np.float32)
-        # A pytree node of leaves that are not arrays yet.
-        return Dense(kernel, bias)  # type: ignore[arg-type]
+        return Dense(kernel, bias)
 
     def experts(self, *parts: str) -> Dense:
         """``dense`` for all experts' matrices together, as the target's grouped product wants them."""
@@ -240,10 +239,12 @@ class _Arrays:
         placement = self._part.placement
         if placement.is_cpu and self._part.dtype == jnp.bfloat16:
             # XLA's CPU backend converts all of a bfloat16 array to take a slice of it in a loop.
-            return weight.replace(kernel=Leaf(kernel.axes, lambda: kernel.make().view(np.uint16)))
+            return dataclasses.replace(weight, kernel=Leaf(kernel.axes, lambda: kernel.make().view(np.uint16)))
         if not placement.is_cpu and grouped_product.inputs_first(placement.target):
             experts, outputs, inputs = kernel.axes
-            return weight.replace(kernel=Leaf((experts, inputs, outputs), lambda: kernel.make().swapaxes(1, 2)))
+            return dataclasses.replace(
+                weight, kernel=Leaf((experts, inputs, outputs), lambda: kernel.make().swapaxes(1, 2))
+            )
         return weight
 
     def _joined(self, names: list[str], axis: int, dtype: Any) -> Leaf:
