@@ -141,10 +141,13 @@ def _kept_plan(
             logging.warning("plan %s is of another deployment and is written anew", folder)
         except manifest.PlanError as error:
             logging.warning("%s; it is made again", error)
+    try:
+        planning.make(folder, deployment, progress=progress)
+        return manifest.read(folder)
+    except OSError as error:
+        logging.warning("plan %s cannot be kept for the next start: %s", folder, error)
     with tempfile.TemporaryDirectory() as temporary:
-        if not files.is_writable(root):
-            logging.warning("plan %s cannot be kept for the next start: it cannot be written", folder)
-            folder = pathlib.Path(temporary) / folder.name
+        folder = pathlib.Path(temporary) / "plan"
         planning.make(folder, deployment, progress=progress)
         return manifest.read(folder)
 

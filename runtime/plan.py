@@ -168,15 +168,19 @@ def _loadable(sealed: Sealed, pinned: bool) -> Sealed | None:
 def _compile_here(sealed: Sealed, trees: dict[str, Any], mesh: Mesh | None, pinned: bool, progress: bool) -> Sealed:
     """Compiles the StableHLO, and keeps the executables for the next start unless the plan is pinned."""
     sources = [compiling.Source(name, sealed.contents[f"{EXPORTED}/{name}.bin"], one) for name, one in trees.items()]
-    keep = not pinned and files.is_writable(sealed.path)
-    if not keep:
-        logging.warning("plan %s is %s: what is compiled is not kept", sealed.path, "pinned" if pinned else "read-only")
+
+    def compile_to(folder: pathlib.Path) -> Sealed:
+        with files.replacing_folder(folder) as made:
+            compiling.compile_sources(sources, len(sources), made, mesh, progress=progress)
+            manifest.seal(made, {"plan": sealed.sha256})
+        return manifest.read(folder)
+
+    if not pinned:
+        try:
+            local = compile_to(sealed.path / _LOCAL)
+            record_loads(sealed.path, local.sha256)
+            return local
+        except OSError as error:
+            logging.warning("plan %s: what is compiled here cannot be kept: %s", sealed.path, error)
     with tempfile.TemporaryDirectory() as temporary:
-        path = (sealed.path if keep else pathlib.Path(temporary)) / _LOCAL
-        with files.replacing_folder(path) as folder:
-            compiling.compile_sources(sources, len(sources), folder, mesh, progress=progress)
-            manifest.seal(folder, {"plan": sealed.sha256})
-        local = manifest.read(path)
-    if keep:
-        record_loads(sealed.path, local.sha256)
-    return local
+        return compile_to(pathlib.Path(temporary) / _LOCAL)

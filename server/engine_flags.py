@@ -40,7 +40,7 @@ def define(values: flags.FlagValues) -> None:
 
 def given(values: flags.FlagValues) -> dict[str, Any]:
     """Those that the command line has, by the names of EngineConfig's fields; ConfigError for one out of its range."""
-    settings = {name: values[name].value for name in _NAMES if values[name].present}
+    settings: dict[str, Any] = {name: values[name].value for name in _NAMES if values[name].present}
     if settings.get("kv_cache_memory") is not None:
         settings["kv_cache_memory"] = _bytes("kv_cache_memory", settings["kv_cache_memory"])
     EngineConfig(**settings)

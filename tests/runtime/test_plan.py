@@ -1,5 +1,6 @@
 """A plan's folder: damage is found before anything is unpickled, and what does not load is compiled from StableHLO."""
 
+import errno
 import hashlib
 import json
 import os
@@ -172,7 +173,14 @@ def test_a_damaged_note_only_means_another_try(folder, monkeypatch):
 
 
 def test_a_plan_that_cannot_be_written_compiles_at_each_start(folder, no_trial, monkeypatch):
-    monkeypatch.setattr(files, "is_writable", lambda _: False)
+    replacing = files.replacing_folder
+
+    def full(path):
+        if path.parent == folder:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replacing(path)
+
+    monkeypatch.setattr(files, "replacing_folder", full)
     for _ in range(2):
         with Compiles() as counted:
             assert works(load(folder))
