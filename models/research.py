@@ -32,7 +32,7 @@ PAGE_SIZE = 16
 class Model(NamedTuple):
     """What ``load`` gives: see ``prefill`` and ``decode`` for the functions, without their keyword arguments.
 
-    params: nested dicts and tuples of arrays, like layers stacked along a first axis.
+    params: nested dicts and tuples of arrays; like layers are stacked along a first axis where ``models.runs`` says so.
     """
 
     config: ModelConfig

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import safetensors.flax
 
-from precast.models import layout
+from precast.models.runs import runs
 from precast.runtime.exporting import Exporter
 
 # Bytes of tensors that are gathered before a file of them is written.
@@ -70,6 +70,6 @@ def _tensor_names(path: tuple[Any, ...], exporter: Exporter) -> tuple[list[str],
     words = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     if words[0] != "layers":
         return [".".join(words)], False
-    positions = [one for run in layout.runs(exporter.config, exporter.placement.is_stacked) for one in run.positions]
+    positions = [one for run in runs(exporter.config, exporter.placement.is_stacked) for one in run.positions]
     position = positions[int(words[1])]
     return [".".join(["layers", str(layer), *words[2:]]) for layer in position.layers], position.is_stacked
