@@ -140,7 +140,7 @@ def enumerate_programs(
 
 def needed_first(shapes: Shapes) -> list[str]:
     """What one short request needs, in order."""
-    rows, tokens = 1 if shapes.lone else shapes.decode_rows[0], shapes.prefill_tokens[0]
+    rows, tokens = shapes.decode_rows[0], shapes.prefill_tokens[0]
     return [CREATE, backbone_name(0, tokens), ADMIT, head_name(rows), backbone_name(rows, 0)]
 
 
