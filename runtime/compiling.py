@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import importlib
 import itertools
 import os
 import pathlib
@@ -25,13 +26,14 @@ from tqdm import tqdm
 
 from precast.kernels_pallas.targets import Target
 from precast.runtime import hlo
+from precast.runtime.config import ConfigError
 from precast.runtime.machine import host_memory
 from precast.runtime.programs import Program
 
 EXECUTABLES, EXPORTED, TREES = "executables", "exported", "trees.pickle"
 # Host memory set aside for each program that is being compiled.
 _COMPILE_BYTES = 3 << 30
-_PLATFORMS = {"cpu": "cpu", "reference": "cpu", "tpu": "tpu", "gpu": "cuda"}
+_PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "gpu": "cuda"}
 # Without a GPU to try tiles on, XLA's Triton products take splits that write and read partial sums; cuBLAS chooses on
 # the GPU itself.
 _OPTIONS: dict[str, dict[str, bool | str]] = {"cuda": {"xla_gpu_enable_triton_gemm": False}}
@@ -115,12 +117,22 @@ def compile_sources(
 def deserialise(content: bytes, trees: Trees, mesh: Mesh | None) -> Callable[..., Any]:
     """The program of an executable's file, for arguments nested as they were before the export."""
     devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+    _find_runtime(devices[0].platform)
     return serialize_executable.deserialize_and_load(content, trees.arguments, trees.results, execution_devices=devices)
+
+
+def _find_runtime(platform: str) -> None:
+    """Imports what says where the runtime of NVIDIA kernels lies; where kernels are traced that has been done."""
+    if platform in ("gpu", "cuda"):
+        importlib.import_module("jax.experimental.mosaic.gpu")
 
 
 def _export(program: Program, platform: str) -> Source:
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _KERNEL_CALLS]
-    exported = export.export(program.jitted(), platforms=[platform], disabled_checks=checks)(*program.arguments)
+    try:
+        exported = export.export(program.jitted(), platforms=[platform], disabled_checks=checks)(*program.arguments)
+    except NotImplementedError as error:
+        raise ConfigError(f"{program.name}: {error}; kernels=reference takes plain XLA operations instead") from None
     sizes = [len(jax.tree.leaves(argument)) for argument in program.arguments]
     ends = list(itertools.accumulate(sizes))
     donated = tuple(i for k in program.donated for i in range(ends[k] - sizes[k], ends[k]))
@@ -136,6 +148,7 @@ def _export(program: Program, platform: str) -> Source:
 def _compile(source: Source, mesh: Mesh | None) -> tuple[bytes, dict[str, Any]]:
     """The serialised executable, and what the manifest says of it."""
     exported = export.deserialize(bytearray(source.exported))
+    _find_runtime(exported.platforms[0])
     shardings = None if mesh is None else exported.in_shardings_jax(mesh)
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

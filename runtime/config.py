@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 DTYPES = ("auto", "float32", "bfloat16")
+KERNELS = ("auto", "reference")
 MAX_PREFILL_BLOCK = 32
 # XLA's CPU backend sums one row of a product in another order than two or more (see models.layers.linear).
 MIN_ROWS = 2
@@ -26,6 +27,8 @@ class EngineConfig:
       token_budget: most tokens a step computes, decode rows and prefill together.
       kv_cache_memory: bytes for KV pages on each device; None chooses by the memory that is there.
       dtype: of weights, activations' products and cache; "auto" follows the checkpoint.
+      kernels: "auto" takes the target's own; "reference" the accelerators' layout with plain XLA operations, for chips
+        that the kernels do not cover.
       prefix_caching: reuse the pages of equal prompt prefixes.
       mesh: degrees of parallelism, such as "tensor=8"; empty for one device.
       plan_dir: folder for the plans that are compiled where none is given; None puts them beside the model.
@@ -39,6 +42,7 @@ class EngineConfig:
     token_budget: int = 512
     kv_cache_memory: int | None = None
     dtype: str = "auto"
+    kernels: str = "auto"
     prefix_caching: bool = True
     mesh: str = ""
     plan_dir: str | None = None
@@ -56,8 +60,9 @@ class EngineConfig:
             _within("kv_cache_memory", self.kv_cache_memory, 1, 1 << 50)
         if self.plan_sha256 is not None and self.plan is None:
             raise ConfigError(f"plan_sha256 is {self.plan_sha256}: it goes with plan, which is not given")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
+        for field, legal in (("dtype", DTYPES), ("kernels", KERNELS)):
+            if getattr(self, field) not in legal:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(legal)}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,7 +79,7 @@ def load_engine(
         sealed, first=needed_first(shapes), mesh=take_devices, pinned=config.plan_sha256 is not None, progress=progress
     )
     config = dataclasses.replace(config, **planning.settings_of(sealed))
-    placement = Placement(machine.target, spec)
+    placement = planning.place(machine, spec, config.kernels)
     weights = _load_weights(checkpoint, root, config.dtype, shapes, placement, mesh, progress)
     logging.info("plan %s, manifest %s", sealed.path, sealed.sha256)
     return Engine(

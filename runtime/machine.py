@@ -20,7 +20,7 @@ from precast.kernels_pallas import aot
 from precast.kernels_pallas.targets import GPU_CHIPS, TPU_CHIPS, Target
 from precast.sharding.mesh import MeshSpec
 
-_FORMS = "cpu, cpu:8, reference, tpu:v6e:2x4, cuda:h100 or cuda:h200x8"
+_FORMS = "cpu, cpu:8, tpu:v6e:2x4, cuda:h100 or cuda:h200x8"
 # HBM that XLA's TPU compiler lets a program use on one device: what it names when a program does not fit.
 _TPU_MEMORY_GIB = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
 _TPU_AXES = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
@@ -45,12 +45,9 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Machine:
-        """Reads "cpu", "cpu:8", "tpu:v6e:2x4", "cuda:h100" or "cuda:h200x8"; raises ValueError that names the part.
-
-        "reference" is the host's processor with the accelerators' layout and plain kernels.
-        """
-        if match := re.fullmatch(r"(cpu|reference)(?::([1-9]\d{0,3}))?", text):
-            return cls(Target(match[1]), "", int(match[2] or 1))
+        """Reads "cpu", "cpu:8", "tpu:v6e:2x4", "cuda:h100" or "cuda:h200x8"; raises ValueError that names the part."""
+        if match := re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", text):
+            return cls(Target("cpu"), "", int(match[1] or 1))
         if match := re.fullmatch(r"tpu:(\w+):([1-9]\d*(?:x[1-9]\d*)*)", text):
             chip, topology = match.groups()
             _known(text, chip, TPU_CHIPS)
@@ -91,7 +88,7 @@ class Machine:
 
     def __str__(self) -> str:
         if self.is_host:
-            return self.target.backend + (f":{self.num_devices}" if self.num_devices > 1 else "")
+            return "cpu" if self.num_devices == 1 else f"cpu:{self.num_devices}"
         if self.target.backend == "tpu":
             return f"tpu:{self.target.chip}:{self.topology}"
         return f"cuda:{self.target.chip}" + (f"x{self.num_devices}" if self.num_devices > 1 else "")
@@ -99,7 +96,7 @@ class Machine:
     @property
     def is_host(self) -> bool:
         """Whether programs run on the host's own processor."""
-        return self.target.backend in ("cpu", "reference")
+        return self.target.backend == "cpu"
 
     def mesh(self, spec: MeshSpec, *, described: bool = False) -> Mesh | None:
         """The mesh over this process's devices, or over described ones; None for the host's processor alone.

@@ -25,7 +25,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _DIGEST = "manifest.sha256"
 # Settings that programs are compiled for.
-SETTINGS = ("slots", "max_model_len", "page_size", "token_budget", "kv_cache_memory", "dtype", "mesh")
+SETTINGS = ("slots", "max_model_len", "page_size", "token_budget", "kv_cache_memory", "dtype", "kernels", "mesh")
 _PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")}
 
 

@@ -15,7 +15,7 @@ from precast.runtime.programs import CREATE, Program
 
 # Part of a device's memory that is left alone.  A GPU's holds the CUDA context, NCCL's buffers and the libraries'
 # workspaces; a host's the process itself and everybody else.  A TPU's runtime has taken its part before.
-_MARGINS = {"tpu": 0.02, "gpu": 0.08, "cpu": 0.1, "reference": 0.1}
+_MARGINS = {"tpu": 0.02, "gpu": 0.08, "cpu": 0.1}
 # A step is launched before the last one's results are read.
 _STEPS_IN_FLIGHT = 2
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from absl import logging
 
+from precast.kernels_pallas.targets import Target
 from precast.models import cache as kv_cache
 from precast.models import layout, transformer
 from precast.models.config import ModelConfig
@@ -56,7 +57,7 @@ class Deployment:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.machine.target, MeshSpec.parse(self.settings.mesh))
+        return place(self.machine, MeshSpec.parse(self.settings.mesh), self.settings.kernels)
 
     def facts(self) -> dict[str, Any]:
         """What a plan of it must say."""
@@ -67,6 +68,11 @@ class Deployment:
         return kv_cache.CacheSpec.of(
             self.model, num_pages=num_pages, page_size=page_size, dtype=dtype, placement=self.placement
         )
+
+
+def place(machine: Machine, mesh: MeshSpec, kernels: str) -> Placement:
+    """Where the model runs, with which kernels."""
+    return Placement(Target("reference") if kernels == "reference" else machine.target, mesh)
 
 
 def resolve(model: ModelConfig, config: EngineConfig, machine: Machine, *, own: bool, xla_flags: str) -> Deployment:

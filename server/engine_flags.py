@@ -7,10 +7,10 @@ from typing import Any
 
 from absl import flags
 
-from precast.runtime.config import DTYPES, ConfigError, EngineConfig
+from precast.runtime.config import DTYPES, KERNELS, ConfigError, EngineConfig
 
 _DEFAULTS = EngineConfig()
-_NAMES = ("slots", "max_model_len", "page_size", "token_budget", "kv_cache_memory", "dtype", "mesh")
+_NAMES = ("slots", "max_model_len", "page_size", "token_budget", "kv_cache_memory", "dtype", "kernels", "mesh")
 
 
 def define(values: flags.FlagValues) -> None:
@@ -32,6 +32,10 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
         "dtype", _DEFAULTS.dtype, DTYPES, "Of weights and KV cache; auto follows the file.", flag_values=values
     )
+    flags.DEFINE_enum(
+        "kernels", _DEFAULTS.kernels, KERNELS, "auto takes the target's own; reference plain XLA operations, for chips "
+        "that the kernels do not cover.", flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_string(
         "mesh", _DEFAULTS.mesh, "Devices along each axis, such as tensor=8; one device unless given.",
         flag_values=values,

@@ -3,13 +3,13 @@
 It runs where no accelerator is, and its tokens are those of the CPU's own layout.
 """
 
+import functools
+
 import numpy as np
 import pytest
 import toy_models
 
-from precast.runtime import loading, planning
-from precast.runtime.config import ConfigError, EngineConfig
-from precast.runtime.machine import Machine
+from precast.runtime.config import ConfigError
 from precast.runtime.request import SamplingParams
 
 SETTINGS = {"dtype": "float32", "slots": 3, "max_model_len": 64, "page_size": 8, "token_budget": 27}
@@ -21,11 +21,9 @@ def model(tmp_path_factory):
     return toy_models.random_llama(tmp_path_factory.mktemp("model"), **traits)
 
 
-def reference_engine(checkpoint, path, **settings):
-    config = EngineConfig(**SETTINGS | settings)
-    deployment = planning.resolve(checkpoint.config, config, Machine.parse("reference"), own=True, xla_flags="")
-    planning.make(path, deployment, progress=False)
-    return loading.load_engine(checkpoint, loading.configure({"plan": str(path)}), tokenizer=None)
+@pytest.fixture(scope="module")
+def reference_engine(make_engine):
+    return functools.partial(make_engine, **SETTINGS | {"kernels": "reference"})
 
 
 def requests():
@@ -44,9 +42,9 @@ def requests():
     return list(zip(prompts, params, strict=True))
 
 
-def test_tokens_are_those_of_the_cpu_layout(model, make_engine, run, tmp_path):
+def test_tokens_are_those_of_the_cpu_layout(model, make_engine, reference_engine, run):
     expected = run(make_engine(model, **SETTINGS), requests())
-    engine = reference_engine(model, tmp_path / "plan")
+    engine = reference_engine(model)
     assert engine.shapes.prefill_block == engine.shapes.page_size == 8
     found = run(engine, requests())
     assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in expected.items()}
@@ -57,16 +55,16 @@ def test_tokens_are_those_of_the_cpu_layout(model, make_engine, run, tmp_path):
     assert engine.stats().compiles_after_ready == 0
 
 
-def test_preemption_changes_nothing(model, run, tmp_path):
+def test_preemption_changes_nothing(model, reference_engine, run):
     page_bytes = 2 * 8 * 128 * 4  # layers, tokens, lanes (32 of them used), float32
-    expected = run(reference_engine(model, tmp_path / "roomy"), requests())
-    engine = reference_engine(model, tmp_path / "tight", kv_cache_memory=9 * page_bytes)
+    expected = run(reference_engine(model), requests())
+    engine = reference_engine(model, kv_cache_memory=9 * page_bytes)
     found = run(engine, requests())
     assert engine.stats().preemptions_total > 0
     assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in expected.items()}
     engine.check_integrity()
 
 
-def test_a_budget_below_one_page_is_refused(model, tmp_path):
+def test_a_budget_below_one_page_is_refused(model, reference_engine):
     with pytest.raises(ConfigError, match="token_budget is 10: it must be at least slots, 3, and one page, 8"):
-        reference_engine(model, tmp_path / "plan", token_budget=10)
+        reference_engine(model, token_budget=10)
