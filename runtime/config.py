@@ -113,8 +113,8 @@ def derive_shapes(config: EngineConfig, *, max_model_len: int, num_pages: int, w
     block = config.page_size if whole_pages else MAX_PREFILL_BLOCK
     if whole_pages and block > beside_decode:
         raise ConfigError(
-            f"token_budget is {config.token_budget}: it must be at least slots, {config.slots}, and one page, {block}; "
-            "raise token_budget or lower slots or page_size"
+            f"token_budget is {config.token_budget}: it must be at least {config.slots + block}, slots "
+            f"({config.slots}) and one page ({block}) together; raise token_budget or lower slots or page_size"
         )
     while block > beside_decode:
         block //= 2

@@ -29,6 +29,7 @@ def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def replacing_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to fill, which takes the place of ``path``, and of all that was in it, when the block ends well."""
+    path = path.resolve()
     for left in path.parent.glob(f".{path.name}.*"):
         if not _is_running(left.suffix[1:]):
             shutil.rmtree(left, ignore_errors=True)

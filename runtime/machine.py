@@ -127,7 +127,9 @@ class Machine:
             _allow_cpu_devices(self.num_devices)
             found = jax.devices("cpu")
             if len(found) < self.num_devices:
-                raise ValueError(f"target is {self}: this process has {len(found)}; set jax_num_cpu_devices")
+                raise ValueError(
+                    f"target is {self}: this process has {len(found)}; set jax_num_cpu_devices before JAX is first used"
+                )
             return np.array(found[: self.num_devices])
         try:
             return aot.topology_devices(self.target, self.topology)
@@ -152,8 +154,11 @@ class Machine:
 
 def _allow_cpu_devices(number: int) -> None:
     """Asks for so many CPU devices; once JAX has been used it is too late, and whoever needs them finds out."""
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", number)
+    # Fewer than somebody asked for before are never asked for.
+    asked: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if number > max(1, asked):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", number)
 
 
 def host_memory() -> int:

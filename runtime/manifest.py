@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -56,6 +57,26 @@ def seal(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str], *, pinned: str | None = None) -> Sealed:
+    """``read_sealed`` for a plan, whose manifest must also have all of a plan's parts."""
+    sealed = read_sealed(path, pinned=pinned)
+    try:
+        settings, target = sealed.manifest["facts"]["settings"], sealed.manifest["facts"]["target"]
+        parts = [settings[name] for name in SETTINGS] + [sealed.manifest[name] for name in ("shapes", "memory")]
+        files = [file for name in sealed.manifest["programs"] for file in program_files(name)]
+        assert len(parts) and Machine.parse(target) and MeshSpec(**settings["mesh"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"plan {sealed.path}: {MANIFEST} is not a plan's: {error!r}; compile it again") from None
+    if missing := [file for file in files if file not in sealed.contents]:
+        raise PlanError(f"plan {sealed.path}: {MANIFEST} lists no {missing[0]}; compile it again")
+    return sealed
+
+
+def program_files(name: str) -> tuple[str, str]:
+    """Where a plan keeps a program's StableHLO and its executable."""
+    return f"exported/{name}.bin", f"executables/{name}.bin"
+
+
+def read_sealed(path: str | os.PathLike[str], *, pinned: str | None = None) -> Sealed:
     """Reads a folder that ``seal`` has closed and checks every byte of it; unpickles nothing.
 
     Args:
@@ -66,6 +87,8 @@ def read(path: str | os.PathLike[str], *, pinned: str | None = None) -> Sealed:
       PlanError: it is not there, damaged, of another format, or not the one that is pinned.
     """
     folder = pathlib.Path(path)
+    if pinned is not None and not re.fullmatch("[0-9a-fA-F]{64}", pinned):
+        raise PlanError(f"plan {folder}: plan_sha256 is {pinned!r}: it must be 64 hexadecimal digits")
     content = _content(folder, MANIFEST)
     digest = _sha256(content)
     if pinned is not None and digest != pinned.lower():

@@ -134,20 +134,18 @@ class MemoryPlan:
         longest, slots = settings["max_model_len"], settings["slots"]
         table = -(-longest // settings["page_size"])
         tensor = settings["mesh"]["tensor"]
+        used = min(pages, table * slots * self.page_bytes)
         found = [
             ("mesh", f"tensor={2 * tensor}", (self.weight_bytes + pages) // 2),
-            ("kv_cache_memory", "halved", pages // 2),
             ("token_budget", "halved", self.temp_bytes // 2),
-            (
-                "slots",
-                f"{slots} -> {slots // 2}",
-                self.state_bytes // 2 + min(pages, table * slots * self.page_bytes) // 2,
-            ),
-            ("max_model_len", f"{longest} -> {longest // 2}", min(pages, table * slots * self.page_bytes) // 2),
+            ("slots", f"{slots} -> {slots // 2}", self.state_bytes // 2 + used // 2 if slots > 1 else 0),
+            ("max_model_len", f"{longest} -> {longest // 2}", used // 2 if longest > 2 else 0),
         ]
+        if settings["kv_cache_memory"] is not None:
+            found.append(("kv_cache_memory", "halved", pages // 2))
         if settings["dtype"] == "float32":
             found.insert(0, ("dtype", "bfloat16", (self.weight_bytes + pages) // 2))
-        return found
+        return [knob for knob in found if knob[2] > 0]
 
 
 def device_bytes(arrays: Any) -> int:

@@ -151,8 +151,8 @@ def _loadable(sealed: Sealed, pinned: bool) -> Sealed | None:
     source = sealed
     if not pinned and (sealed.path / _LOCAL).exists():
         try:
-            local = manifest.read(sealed.path / _LOCAL)
-            source = local if local.manifest["plan"] == sealed.sha256 else sealed
+            local = manifest.read_sealed(sealed.path / _LOCAL)
+            source = local if local.manifest.get("plan") == sealed.sha256 else sealed
         except PlanError as error:
             logging.warning("%s; it is made again where it is needed", error)
     if manifest.host_kind() in _seen(sealed.path).get(source.sha256, ()):

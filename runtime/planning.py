@@ -147,7 +147,10 @@ def mesh_text(spec: MeshSpec) -> str:
 def _programs(deployment: Deployment, config: EngineConfig, shapes: Shapes) -> tuple[list[Program], Any]:
     """The programs, and all the weights that they take as shapes."""
     placement = deployment.placement
-    mesh = deployment.machine.mesh(placement.mesh, described=not deployment.own)
+    try:
+        mesh = deployment.machine.mesh(placement.mesh, described=not deployment.own)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     weights = layout.shapes(
         deployment.model, dtype=config.dtype, num_positions=shapes.max_model_len, placement=placement, mesh=mesh
     )

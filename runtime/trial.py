@@ -32,7 +32,7 @@ def run(plan: Sealed, source: Sealed) -> str | None:
 
 def _main(plan: str, plan_sha256: str, source: str, source_sha256: str) -> None:
     sealed = manifest.read(plan, pinned=plan_sha256)
-    contents = manifest.read(source, pinned=source_sha256).contents
+    contents = manifest.read_sealed(source, pinned=source_sha256).contents
     mesh = manifest.machine_of(sealed).mesh(manifest.mesh_of(sealed))
     for name, trees in pickle.loads(sealed.contents[compiling.TREES]).items():
         compiling.deserialise(contents[f"{compiling.EXECUTABLES}/{name}.bin"], trees, mesh)

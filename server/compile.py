@@ -91,6 +91,8 @@ def _read_model():
             raw = json.loads(config.read_bytes())
         except ValueError as error:
             raise CheckpointError(f"{config} cannot be read: {error}") from None
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{config} holds a {type(raw).__name__} where a JSON object is needed")
         model = read_config(raw, str(config))[1]
         # What the weights' files would say.
         text = raw.get("text_config", raw)

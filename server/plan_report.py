@@ -13,7 +13,6 @@ from precast.kernels_pallas.targets import Target
 from precast.models import cache as kv_cache
 from precast.models import layout
 from precast.models.config import from_values
-from precast.models.placement import Placement
 from precast.runtime import manifest, planning
 from precast.runtime.config import ConfigError
 from precast.runtime.manifest import Sealed
@@ -111,7 +110,9 @@ def memory_table(sealed: Sealed) -> str:
 
 def _fits(memory: MemoryPlan, sealed: Sealed) -> str:
     page_size = sealed.manifest["facts"]["settings"]["page_size"]
-    tokens = (memory.num_pages - 1) * page_size
+    tokens, longest = (memory.num_pages - 1) * page_size, planning.shapes_of(sealed).max_model_len
+    if _CONTEXT.value > longest:
+        return f"no conversation of {_CONTEXT.value} tokens: max_model_len is {longest} ({tokens} tokens in KV pages)"
     return (
         f"{memory.conversations(_CONTEXT.value, page_size)} conversations of {_CONTEXT.value} tokens fit at a time "
         f"({tokens} tokens in KV pages)"
@@ -123,7 +124,10 @@ def _changed(sealed: Sealed) -> str:
     facts, old = sealed.manifest["facts"], memory_of(sealed)
     spec = manifest.mesh_of(sealed) if _MESH.value is None else MeshSpec.parse(_MESH.value)
     model, settings = from_values(facts["model"]), facts["settings"]
-    placement = Placement(manifest.machine_of(sealed).target, spec)
+    machine = manifest.machine_of(sealed)
+    # Those of a host share its memory.
+    device = dataclasses.replace(machine, num_devices=max(machine.num_devices, spec.num_devices)).memory_bytes
+    placement = planning.place(machine, spec, settings["kernels"])
     placement.check(model)
     mesh: Any = jax.sharding.AbstractMesh(tuple(spec.degrees().values()), tuple(spec.degrees()))
     dtype = _WEIGHTS.value or settings["dtype"]
@@ -139,9 +143,14 @@ def _changed(sealed: Sealed) -> str:
     cache = kv_cache.CacheSpec.of(
         model, num_pages=0, page_size=settings["page_size"], dtype=settings["dtype"], placement=placement
     )
-    new = dataclasses.replace(old, weight_bytes=size, page_bytes=cache.page_bytes)
+    margin = old.margin_bytes * device // old.device_bytes
+    new = dataclasses.replace(
+        old, device_bytes=device, margin_bytes=margin, weight_bytes=size, page_bytes=cache.page_bytes
+    )
     most = dataclasses.replace(new, num_pages=new.most_pages)
     names = f"mesh {spec}, {dtype} weights"
+    if spec.num_devices > machine.num_devices:
+        names += f" on {spec.num_devices} devices, of which {machine} has {machine.num_devices}"
     return (
         f"with {names}: weights {gib(old.weight_bytes)} -> {gib(size)}, a KV page {gib(old.page_bytes)} -> "
         f"{gib(new.page_bytes)} on each device; up to {old.most_pages} -> {new.most_pages} pages, which hold "

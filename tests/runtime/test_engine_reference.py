@@ -66,5 +66,5 @@ def test_preemption_changes_nothing(model, reference_engine, run):
 
 
 def test_a_budget_below_one_page_is_refused(model, reference_engine):
-    with pytest.raises(ConfigError, match="token_budget is 10: it must be at least slots, 3, and one page, 8"):
+    with pytest.raises(ConfigError, match="token_budget is 10: it must be at least 11, slots"):
         reference_engine(model, token_budget=10)
