@@ -97,15 +97,18 @@ def gateway(address, folder):
     with process:
         try:
             with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
-                wait_for(lambda: _has_models(client), 30)
+                wait_for(lambda: _is_ready(client), 60)
                 yield client
         finally:
             process.kill()
 
 
-def _has_models(client):
+def _is_ready(client):
+    """Whether the gateway knows the model and has its tokenizer, which it fetches a little later."""
     try:
-        return bool(client.models.list().data)
+        models = client.models.list().data
+        body = {"model": models[0].id, "prompt": "Hello"} if models else None
+        return body is not None and bool(client.post("/tokenize", body=body, cast_to=object))
     except openai.OpenAIError:
         return False
 
