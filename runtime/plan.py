@@ -173,7 +173,7 @@ def _compile_here(sealed: Sealed, trees: dict[str, Any], mesh: Mesh | None, pinn
         with files.replacing_folder(folder) as made:
             compiling.compile_sources(sources, len(sources), made, mesh, progress=progress)
             manifest.seal(made, {"plan": sealed.sha256})
-        return manifest.read(folder)
+        return manifest.read_sealed(folder)
 
     if not pinned:
         try:

@@ -88,13 +88,21 @@ def test_a_second_signal_ends_at_once(shared_server, tiny, tmp_path):
         assert time.monotonic() - began < 2
 
 
-def test_a_signal_while_loading_ends_cleanly(shared_server, tiny):
-    command = [BIN / "runtime-serve", f"--model={tiny}", "--port=0", "--metrics_port=0", *FLAGS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(1.0)
-        process.terminate()
-        out, errors = process.communicate(timeout=20)
-    assert process.returncode == 0 and out == "" and "Traceback" not in errors
+def test_a_signal_while_loading_ends_cleanly(tiny, tmp_path):
+    log = tmp_path / "log"
+    # Nothing is compiled yet, which takes seconds from the bar's first line on.
+    flags = (f"--model={tiny}", f"--plan_dir={tmp_path / 'plans'}", "--port=0", "--metrics_port=0", *FLAGS)
+    with log.open("wb") as errors:
+        process = subprocess.Popen([BIN / "runtime-serve", *flags], stdout=subprocess.PIPE, stderr=errors, text=True)
+    with process:
+        try:
+            wait_for(lambda: "compiling: " in log.read_text() or process.poll() is not None, 60)
+            process.terminate()
+            out, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and out == ""
+    assert "stopped before it was ready" in log.read_text() and "Traceback" not in log.read_text()
 
 
 def test_idle_connections_do_not_hold_a_drain_up(shared_server, tiny, tmp_path):

@@ -17,6 +17,7 @@ import pytest
 from precast.kernels_pallas.targets import Target
 from precast.runtime import compiling, files, manifest, weight_cache
 from precast.runtime import plan as plans
+from precast.runtime.config import EngineConfig
 from precast.runtime.manifest import PlanError
 from precast.runtime.programs import Program
 
@@ -27,7 +28,7 @@ def double(x):
 
 PROGRAM = Program("double", double, ({"x": jax.ShapeDtypeStruct((4,), np.float32)},), None)
 ARGUMENT = {"x": np.arange(4, dtype=np.float32)}
-FACTS = {"target": "cpu", "settings": {"mesh": {"tensor": 1}}}
+FACTS = {"target": "cpu", "settings": manifest.settings_of(EngineConfig())}
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +36,7 @@ def made(tmp_path_factory):
     path = tmp_path_factory.mktemp("made") / "plan"
     with files.replacing_folder(path) as folder:
         entries = compiling.compile_programs([PROGRAM], folder, Target("cpu"), progress=False)
-        manifest.seal(folder, {"facts": FACTS, "programs": entries})
+        manifest.seal(folder, {"facts": FACTS, "shapes": {}, "memory": {}, "programs": entries})
     return path
 
 

@@ -63,7 +63,8 @@ def test_a_plan_is_kept_and_found_again(model, run, tmp_path, monkeypatch):
         ({"token_budget": 13}, "token_budget: the plan has 12, here it is 13"),
         ({"dtype": "bfloat16"}, "dtype: the plan has 'float32', here it is 'bfloat16'"),
         ({"mesh": "tensor=2"}, "mesh: the plan has '', here it is 'tensor=2'"),
-        ({"plan_sha256": "00"}, "plan_sha256 is 00: the digest of its manifest.json is"),
+        ({"plan_sha256": "00"}, "plan_sha256 is '00': it must be 64 hexadecimal digits"),
+        ({"plan_sha256": "0" * 64}, f"plan_sha256 is {'0' * 64}: the digest of its manifest.json is"),
     ],
 )
 def test_a_setting_that_is_not_the_plans_is_refused(model, given, changes, message):
