@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import tempfile
@@ -61,23 +62,29 @@ def load_engine(
         )
     root = pathlib.Path(config.plan_dir or default_plan_dir(checkpoint.path))
     checkpoint.check()
-    sealed = (
-        _given_plan(model, config, xla_flags) if config.plan else _kept_plan(root, model, config, xla_flags, progress)
-    )
-    shapes, machine, spec = planning.shapes_of(sealed), manifest.machine_of(sealed), manifest.mesh_of(sealed)
-    mesh: Mesh | None = None
+    with contextlib.ExitStack() as until_loaded:
+        if config.plan:
+            sealed = _given_plan(model, config, xla_flags)
+        else:
+            sealed = _kept_plan(root, model, config, xla_flags, progress, until_loaded)
+        shapes, machine, spec = planning.shapes_of(sealed), manifest.machine_of(sealed), manifest.mesh_of(sealed)
+        mesh: Mesh | None = None
 
-    def take_devices() -> Mesh | None:
-        nonlocal mesh
-        try:
-            mesh = machine.mesh(spec)
-        except ValueError as error:
-            raise manifest.PlanError(f"plan {sealed.path}: {error}") from None
-        return mesh
+        def take_devices() -> Mesh | None:
+            nonlocal mesh
+            try:
+                mesh = machine.mesh(spec)
+            except ValueError as error:
+                raise manifest.PlanError(f"plan {sealed.path}: {error}") from None
+            return mesh
 
-    plan = plans.load(
-        sealed, first=needed_first(shapes), mesh=take_devices, pinned=config.plan_sha256 is not None, progress=progress
-    )
+        plan = plans.load(
+            sealed,
+            first=needed_first(shapes),
+            mesh=take_devices,
+            pinned=config.plan_sha256 is not None,
+            progress=progress,
+        )
     config = dataclasses.replace(config, **planning.settings_of(sealed))
     placement = planning.place(machine, spec, config.kernels)
     weights = _load_weights(checkpoint, root, config.dtype, shapes, placement, mesh, progress)
@@ -123,9 +130,17 @@ def _given_plan(model: ModelConfig, config: EngineConfig, xla_flags: str) -> man
 
 
 def _kept_plan(
-    root: pathlib.Path, model: ModelConfig, config: EngineConfig, xla_flags: str, progress: bool
+    root: pathlib.Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    xla_flags: str,
+    progress: bool,
+    until_loaded: contextlib.ExitStack,
 ) -> manifest.Sealed:
-    """The plan of an earlier start; compiled, and kept where that is possible, if it is not there or is damaged."""
+    """The plan of an earlier start; compiled, and kept where that is possible, if it is not there or is damaged.
+
+    One that cannot be kept is in a folder that ``until_loaded`` removes.
+    """
     try:
         machine = Machine.here(MeshSpec.parse(config.mesh).num_devices)
         deployment = planning.resolve(model, config, machine, own=True, xla_flags=xla_flags)
@@ -146,10 +161,9 @@ def _kept_plan(
         return manifest.read(folder)
     except OSError as error:
         logging.warning("plan %s cannot be kept for the next start: %s", folder, error)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(temporary) / "plan"
-        planning.make(folder, deployment, progress=progress)
-        return manifest.read(folder)
+    folder = pathlib.Path(until_loaded.enter_context(tempfile.TemporaryDirectory())) / "plan"
+    planning.make(folder, deployment, progress=progress)
+    return manifest.read(folder)
 
 
 def default_plan_dir(path: str) -> pathlib.Path:

@@ -1,6 +1,7 @@
 """Engines from plans: kept beside the model, or given; whatever does not fit is refused by name."""
 
 import multiprocessing
+import tempfile
 
 import pytest
 import toy_models
@@ -98,10 +99,13 @@ def test_a_damaged_plan_beside_the_model_is_made_again(model, tmp_path):
     assert list(tmp_path.iterdir()) == [path.parent]
 
 
-def test_a_folder_that_cannot_be_written_costs_only_time(model, run, tmp_path):
+def test_a_folder_that_cannot_be_written_costs_only_time(model, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(plans.trial, "run", lambda *_: pytest.fail("tried"))
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     assert run(start(model, **SETTINGS, plan_dir=str(blocked)), REQUESTS)[0, 0].token_ids
+    assert list(tmp_path.iterdir()) == [blocked]
 
 
 def _start_in_process(folder, path):
