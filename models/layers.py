@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from precast.kernels_pallas.dense_product import dense_product, packed_rows
 from precast.models.config import ModelConfig
 from precast.sharding.shard import Shard
 
@@ -32,56 +34,44 @@ class Dense:
 
 
 @flax.struct.dataclass
-class LoneDense:
-    """A dense layer's weight for steps in which only the first row counts: ``kernel [in, out]``, bias as ``Dense``."""
+class PackedDense:
+    """A dense layer's weight as ``kernels_pallas.dense_product`` packs it; ``shape`` is (outputs, inputs)."""
 
     kernel: Matrix
     bias: Matrix | None = None
+    shape: tuple[int, int] = flax.struct.field(pytree_node=False, default=(0, 0))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the numbers; the array of a bfloat16 kernel holds their bits."""
+        return np.dtype(jnp.bfloat16 if self.kernel.dtype == np.uint16 else np.float32)
 
 
-def linear(x: jax.Array, weight: Dense | LoneDense) -> jax.Array:
+def linear(x: jax.Array, weight: Dense | PackedDense) -> jax.Array:
     """``x @ kernel.T + bias``: ``[rows, in]`` -> ``[rows, out]`` float32, accumulated in float32.
 
-    Every dense product of a model goes through here.  The kernel is ``[out, in]`` because in that orientation
+    Every dense product of a model goes through here.  A Dense kernel is ``[out, in]`` because in that orientation
     XLA's CPU backend sums every output in one order whatever the number of rows from two up: a row's result
     does not depend on how many others share the step.  (With ``[in, out]`` in float32 it splits the sum
-    differently at 2 to 48 rows, and one row takes another path in either orientation.)
-
-    With a LoneDense every row of the result is that of ``x``'s first.  One row times ``[in, out]`` takes half the
-    time of two rows times ``[out, in]`` in float32 on CPU, and sums in the same order (see ``lone_is_exact``).
+    differently at 2 to 48 rows, and one row takes another path in either orientation.  In bfloat16 a processor with
+    AMX is the exception: there only packed weights keep the promise.)
     """
-    kernel = weight.kernel
-    if isinstance(weight, LoneDense):
-        y = jax.lax.dot_general(x[:1].astype(kernel.dtype), kernel, (((1,), (0,)), ((), ())))
-        y = jnp.broadcast_to(y, (x.shape[0], y.shape[1]))
-        return y if weight.bias is None else y + weight.bias
-    y = jax.lax.dot_general(
-        x.astype(kernel.dtype), kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    if isinstance(weight, PackedDense):
+        y = dense_product(x, weight.kernel, weight.shape[0])
+    else:
+        kernel = weight.kernel
+        y = jax.lax.dot_general(
+            x.astype(kernel.dtype), kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
     return y if weight.bias is None else y + weight.bias
 
 
-def lone_is_exact(shapes: Collection[tuple[int, int]]) -> bool:
-    """Whether this host gives one row times ``[in, out]`` the bits of two rows times ``[out, in]``, in float32.
-
-    It depends on the processor.  shapes: of the kernels, ``[out, in]``.
-    """
-    rng = np.random.default_rng(0)
-
-    def agrees(shape: tuple[int, int]) -> bool:
-        kernel = rng.standard_normal(shape, np.float32)
-        x = rng.standard_normal((2, shape[1]), np.float32)
-        two, one = jax.jit(linear)(x, Dense(kernel)), jax.jit(linear)(x, LoneDense(np.ascontiguousarray(kernel.T)))
-        return np.array_equal(two[0], one[0])
-
-    return all(agrees(shape) for shape in shapes)
-
-
-def linear_sum(x: jax.Array, weight: Dense | LoneDense, shard: Shard, axis: str) -> jax.Array:
+def linear_sum(x: jax.Array, weight: Dense | PackedDense, shard: Shard, axis: str) -> jax.Array:
     """``linear`` of an input whose width is divided over devices along ``axis``: the parts' products added up."""
     if shard.degree(axis) == 1:
         return linear(x, weight)
-    y = shard.sum(linear(x, Dense(weight.kernel)).astype(weight.kernel.dtype), axis).astype(jnp.float32)
+    dtype = weight.dtype if isinstance(weight, PackedDense) else weight.kernel.dtype
+    y = shard.sum(linear(x, dataclasses.replace(weight, bias=None)).astype(dtype), axis).astype(jnp.float32)
     return y if weight.bias is None else y + weight.bias
 
 
@@ -189,11 +179,17 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def embed(table: jax.Array, token_ids: jax.Array, shard: Shard) -> jax.Array:
+def embed(table: jax.Array | PackedDense, token_ids: jax.Array, shard: Shard) -> jax.Array:
     """``[tokens]`` ids -> ``[tokens, hidden]`` float32, from this device's rows of ``table [vocab, hidden]``."""
+
+    def rows(indices: jax.Array) -> jax.Array:
+        if isinstance(table, PackedDense):
+            return packed_rows(table.kernel, indices, table.shape[1])
+        return table[indices].astype(jnp.float32)
+
     if shard.degree("vocab") == 1:
-        return table[token_ids].astype(jnp.float32)
+        return rows(token_ids)
     local = token_ids - shard.index("vocab") * table.shape[0]
     is_own = (local >= 0) & (local < table.shape[0])
-    rows = jnp.where(is_own[:, None], table[jnp.where(is_own, local, 0)], 0)
-    return shard.sum(rows, "vocab").astype(jnp.float32)
+    found = jnp.where(is_own[:, None], rows(jnp.where(is_own, local, 0)), 0)
+    return shard.sum(found.astype(table.dtype), "vocab").astype(jnp.float32)

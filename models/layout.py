@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precast.kernels_pallas import grouped_product
+from precast.kernels_pallas import dense_product, grouped_product
 from precast.models import buffers, rope, streaming
 from precast.models.config import MlaConfig, ModelConfig
-from precast.models.layers import Dense
+from precast.models.layers import Dense, PackedDense
 from precast.models.params import ArraySpec, layer_specs, param_specs
 from precast.models.placement import Piece, Placement
 from precast.models.runs import runs
@@ -144,6 +144,23 @@ def _stacked(layers: list[dict[str, Any]]) -> dict[str, Any]:
     return jax.tree.map(stack, *layers)
 
 
+def _packed(kernel: Leaf, dtype: Any) -> Leaf:
+    """A dense kernel ``[out, in]`` in panels; whoever lays it out has the whole matrix in memory for a moment."""
+
+    def make() -> Array:
+        matrix = kernel.make()
+        outputs, inputs = matrix.shape
+        shape = dense_product.packed_shape(outputs, inputs, matrix.dtype)
+        if not isinstance(matrix, np.ndarray):
+            return jnp.zeros(shape.shape, shape.dtype)
+        packed = buffers.empty(shape.shape, shape.dtype)
+        dense_product.pack(np.ascontiguousarray(matrix), packed)
+        return packed
+
+    inner = (None,) if dtype == np.float32 else (None, None)
+    return Leaf((*kernel.axes, *inner), make)
+
+
 class _Part:
     """The weights that one device of the mesh holds, as leaves.
 
@@ -169,8 +186,10 @@ class _Part:
         """Embedding, last norm, head and the tables of angles."""
         arrays = _Arrays(self, "", frozenset(self._specs))
         tables = rope.tables(self.config, self._num_positions)
+        # Rows of a table that is also the head are looked up in the packed one.
+        table = arrays.dense("embed", is_packed=self.config.tie_embeddings)
         weights: dict[str, Any] = {
-            "embed": arrays.dense("embed").kernel,
+            "embed": table if isinstance(table, PackedDense) else table.kernel,
             "final_norm": arrays.norm("final_norm.weight"),
             "rope": jax.tree.map(lambda table: Leaf((None, None), lambda: self.numpy.asarray(table)), tables),
         }
@@ -224,17 +243,23 @@ class _Arrays:
     def stored(self, name: str, dtype: Any, out: np.ndarray | None = None) -> Array:
         return self._part.fetch(self._prefix + name, self._spec(name), dtype, out)
 
-    def dense(self, *parts: str, axis: int = 0, dtype: Any = None) -> Dense:
-        """One product of several, its outputs side by side along ``axis``."""
-        kernel = self._joined([f"{part}.weight" for part in parts], axis, dtype or self._part.dtype)
+    def dense(self, *parts: str, axis: int = 0, dtype: Any = None, is_packed: bool = True) -> Dense | PackedDense:
+        """One product of several, its outputs side by side along ``axis``; packed where the placement says so."""
+        names = [f"{part}.weight" for part in parts]
+        dtype = dtype or self._part.dtype
+        kernel = self._joined(names, axis, dtype)
         bias = None
         if f"{parts[0]}.bias" in self.names:
             bias = self._joined([f"{part}.bias" for part in parts], axis, np.float32)
-        return Dense(kernel, bias)
+        if not (is_packed and self._part.placement.is_packed):
+            return Dense(kernel, bias)
+        shapes = [self._part.local_shape(self._spec(name)) for name in names]
+        return PackedDense(_packed(kernel, dtype), bias, (sum(shape[0] for shape in shapes), shapes[0][1]))
 
     def experts(self, *parts: str) -> Dense:
         """``dense`` for all experts' matrices together, as the target's grouped product wants them."""
-        weight = self.dense(*parts, axis=1)
+        weight = self.dense(*parts, axis=1, is_packed=False)
+        assert isinstance(weight, Dense)
         kernel: Any = weight.kernel
         placement = self._part.placement
         if placement.is_cpu and self._part.dtype == jnp.bfloat16:
@@ -333,7 +358,8 @@ class _Layer(_Arrays):
 
     def _up(self, mla: MlaConfig) -> tuple[Array, Array]:
         """What rebuilds keys (transposed) and values: ``[heads, latent, nope]`` and ``[heads, value, latent]``."""
-        up = self.stored("attn.kv_up.weight", self._part.dtype)
+        # In float32 on CPU: in bfloat16 a processor with AMX sums in another order for few tokens.
+        up = self.stored("attn.kv_up.weight", np.float32 if self._part.placement.is_cpu else self._part.dtype)
         up = up.reshape(-1, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
         keys, values = self._numpy.split(up, [mla.qk_nope_head_dim], axis=1)
         return keys.swapaxes(1, 2), values

@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from precast.models import cache as kv_cache
 from precast.models.attention import Tokens, attention, lay_out
 from precast.models.cache import Segment
 from precast.models.config import ModelConfig
-from precast.models.layers import NORMS, Dense, LoneDense, embed, gated, linear, linear_sum, soft_cap
+from precast.models.layers import NORMS, Dense, PackedDense, embed, gated, linear, linear_sum, soft_cap
 from precast.models.mla import latent_attention
 from precast.models.moe import mixture
 from precast.models.placement import Placement
@@ -130,35 +129,14 @@ def unembed(weights: Weights, hidden: jax.Array, config: ModelConfig, placement:
 
     A tied model reads the embedding table.  Rows of the vocabulary that are padding get minus infinity.
     """
-    logits = linear(hidden, Dense(weights["embed"]) if "head" not in weights else weights["head"])
+    head = weights["head"] if "head" in weights else weights["embed"]
+    logits = linear(hidden, head if isinstance(head, (Dense, PackedDense)) else Dense(head))
     logits = soft_cap(logits * config.logits_multiplier, config.logits_soft_cap)
     shard, width = placement.shard, logits.shape[1]
     if width * shard.degree("vocab") == config.vocab_size:
         return logits
     token_ids = shard.index("vocab") * width + jnp.arange(width, dtype=jnp.int32)
     return jnp.where(token_ids < config.vocab_size, logits, -jnp.inf)
-
-
-def lone_weights(weights: Weights) -> Weights:
-    """The weights for steps in which only the first row counts: each Dense of a layer and the head as LoneDense.
-
-    A second copy of all that; embedding, norms and angles are shared.  weights: arrays or shapes, of a model without
-    experts.
-    """
-
-    def turned(weight: Any) -> Any:
-        if not isinstance(weight, Dense):
-            return weight
-        kernel = weight.kernel
-        if isinstance(kernel, jax.ShapeDtypeStruct):
-            return LoneDense(jax.ShapeDtypeStruct(kernel.shape[::-1], kernel.dtype), weight.bias)
-        return LoneDense(jax.device_put(np.ascontiguousarray(np.asarray(kernel).T)), weight.bias)
-
-    def is_dense(node: Any) -> bool:
-        return isinstance(node, Dense)
-
-    head = turned(weights["head"] if "head" in weights else Dense(weights["embed"]))
-    return {**weights, "layers": jax.tree.map(turned, weights["layers"], is_leaf=is_dense), "head": head}
 
 
 def body_weights(weights: Weights) -> Weights:

@@ -75,7 +75,6 @@ class Shapes:
       decode_rows: sizes of the decode segment in a step without prefill, ascending; the last holds all slots.
       prefill_tokens: sizes of the prefill segment in a step without decode rows, ascending.
       mixed_tokens: sizes of the prefill segment beside a full decode segment, ascending.
-      lone: whether steps with one row have programs of their own (see ``models.layers.LoneDense``).
     """
 
     slots: int
@@ -86,7 +85,6 @@ class Shapes:
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
-    lone: bool = False
 
     @property
     def head_rows(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -98,9 +97,6 @@ class Engine:
         self.shapes = shapes
         self.plan = plan
         self._weights = transformer.body_weights(weights), transformer.head_weights(weights)
-        self._lone_weights: tuple[transformer.Weights, transformer.Weights] | None = None
-        if shapes.lone:
-            threading.Thread(target=self._make_lone, args=(weights,), name="lone weights").start()
         self._cache: Cache
         self._state: SlotState
         self._cache, self._state = plan.programs[programs.CREATE]()
@@ -227,32 +223,19 @@ class Engine:
         for sequence in plan.admitted:
             self._admit(sequence)
         run = self.plan.programs
-        is_alone = not plan.chunks and len(plan.decodes) == 1
-        size, weights = self._choose(_BODY, plan.decode_rows, is_alone)
-        backbone = run[programs.backbone_name(size, plan.prefill_tokens)]
+        backbone = run[programs.backbone_name(plan.decode_rows, plan.prefill_tokens)]
         inputs = batch.pack(plan, self.shapes)
-        self._cache, hidden, prefilled = backbone(weights, self._cache, self._state.last_tokens, inputs)
+        self._cache, hidden, prefilled = backbone(self._weights[_BODY], self._cache, self._state.last_tokens, inputs)
         sampled = scores = None
         if plan.sampling:
             rows = batch.pack_rows(plan, self.shapes)
-            size, weights = self._choose(_HEAD, len(rows.slots), len(plan.sampling) == 1)
-            self._state, sampled = run[programs.head_name(size)](weights, self._state, hidden, rows)
+            head = run[programs.head_name(len(rows.slots))]
+            self._state, sampled = head(self._weights[_HEAD], self._state, hidden, rows)
         if any(chunk.sequence.is_scoring for chunk in plan.chunks):
             targets = batch.pack_targets(plan, self.shapes)
             scores = run[programs.score_name(plan.prefill_tokens)](self._weights[_HEAD], prefilled, targets)
         self._counts["steps"] += 1
         return _Launched(plan, sampled, scores)
-
-    def _choose(self, part: int, size: int, is_alone: bool) -> tuple[int, transformer.Weights]:
-        """The size that names a program, and that part of the weights as it takes them."""
-        if is_alone and self._lone_weights is not None:
-            return 1, self._lone_weights[part]
-        return size, self._weights[part]
-
-    def _make_lone(self, weights: transformer.Weights) -> None:
-        """Copies the weights for steps of one row; until that is done those run as two, with the same bits."""
-        lone = transformer.lone_weights(weights)
-        self._lone_weights = transformer.body_weights(lone), transformer.head_weights(lone)
 
     def _admit(self, sequence: Sequence) -> None:
         """Tells the device whose options the slot has from now on."""

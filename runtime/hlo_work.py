@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from precast.kernels_pallas.dense_product.library import TARGETS as DENSE_PRODUCTS
 from precast.runtime.hlo_text import Array, Computation, Instruction, Module
 
 COLLECTIVES = (
@@ -190,6 +191,8 @@ def _flops(module: Module, inside: Computation, instruction: Instruction) -> int
         return _product_flops(inside, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
     if opcode == "custom-call" and "__cublas$" in instruction.attributes:
         return _product_flops(inside, instruction, r'"lhs_contracting_dimensions":\[([\d",]*)\]')
+    if opcode == "custom-call" and any(f'"{target}"' in instruction.attributes for target in DENSE_PRODUCTS):
+        return 2 * instruction.arrays[0].elements * inside.instructions[instruction.operands[0]].arrays[0].dims[1]
     if opcode == "convolution":
         return _convolution_flops(inside, instruction)
     return 0

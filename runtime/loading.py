@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from precast.kernels_pallas.dense_product import library as dense_library
 from precast.models import layout, transformer
 from precast.models.checkpoint import Checkpoint
 from precast.models.config import ModelConfig
@@ -86,7 +87,7 @@ def load_engine(
             progress=progress,
         )
     config = dataclasses.replace(config, **planning.settings_of(sealed))
-    placement = planning.place(machine, spec, config.kernels)
+    placement = planning.place(machine, spec, config.kernels, is_packed=dense_library.FILE in sealed.contents)
     weights = _load_weights(checkpoint, root, config.dtype, shapes, placement, mesh, progress)
     logging.info("plan %s, manifest %s", sealed.path, sealed.sha256)
     return Engine(
@@ -122,7 +123,8 @@ def _given_plan(model: ModelConfig, config: EngineConfig, xla_flags: str) -> man
     assert config.plan is not None
     sealed = manifest.read(config.plan, pinned=config.plan_sha256)
     planned = sealed.manifest["facts"]
-    here = manifest.facts(model, planned["settings"], manifest.machine_of(sealed), xla_flags)
+    library = sealed.contents.get(dense_library.FILE)
+    here = manifest.facts(model, planned["settings"], manifest.machine_of(sealed), xla_flags, library)
     if lines := manifest.differences(planned, here):
         more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise manifest.PlanError(f"plan {sealed.path}: {'; '.join(lines[:_SHOWN])}{more}; compile it again")
@@ -185,7 +187,8 @@ def _load_weights(
     """Maps the weights kept beside the plans, or lays them out from the checkpoint."""
     began = time.monotonic()
     keeps = mesh is None and checkpoint.path.endswith(".gguf")
-    key = {"weights": checkpoint.fingerprint, "dtype": dtype, "num_positions": shapes.max_model_len}
+    key: dict[str, Any] = {"weights": checkpoint.fingerprint, "dtype": dtype, "num_positions": shapes.max_model_len}
+    key["is_packed"] = placement.is_packed
     folder = root / f"weights-{manifest.digest(key | {'source': manifest.source_digest()})}"
     weights = weight_cache.load(folder, checkpoint.fingerprint) if keeps else None
     if weights is None:

@@ -112,7 +112,9 @@ def read_sealed(path: str | os.PathLike[str], *, pinned: str | None = None) -> S
     return Sealed(folder, manifest, digest, contents)
 
 
-def facts(model: ModelConfig, settings: dict[str, Any], machine: Machine, xla_flags: str) -> dict[str, Any]:
+def facts(
+    model: ModelConfig, settings: dict[str, Any], machine: Machine, xla_flags: str, library: bytes | None
+) -> dict[str, Any]:
     """All that must be equal where a plan is compiled and where it is served, as JSON has it.
 
     Args:
@@ -120,6 +122,7 @@ def facts(model: ModelConfig, settings: dict[str, Any], machine: Machine, xla_fl
       settings: the engine's, by the names in SETTINGS.
       machine: what the programs run on.
       xla_flags: XLA_FLAGS of the process.
+      library: of dense products on CPU, or None.
     """
     traits = dataclasses.asdict(model)
     described = {
@@ -132,6 +135,7 @@ def facts(model: ModelConfig, settings: dict[str, Any], machine: Machine, xla_fl
         "plugins": _versions(_PLUGINS.get(machine.target.backend, ())),
         "xla_flags": xla_flags,
         "cpu": processor() if machine.is_host else None,
+        "dense_product": None if library is None else _sha256(library),
         "source": source_digest(),
     }
     return json.loads(json.dumps(described))
@@ -182,8 +186,9 @@ def source_digest() -> str:
     package = pathlib.Path(__file__).resolve().parent.parent
     content = hashlib.sha256()
     for folder in ("runtime", "models", "kernels_pallas", "sharding"):
-        for file in sorted((package / folder).rglob("*.py")):
-            content.update(file.read_bytes())
+        for file in sorted((package / folder).rglob("*")):
+            if file.suffix in (".py", ".cc"):
+                content.update(file.read_bytes())
     return content.hexdigest()[:16]
 
 

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from absl import logging
 
+from precast.kernels_pallas.dense_product import library as dense_library
 from precast.kernels_pallas.targets import Target
 from precast.models import cache as kv_cache
-from precast.models import layout, transformer
+from precast.models import layout
 from precast.models.config import ModelConfig
-from precast.models.layers import Dense, lone_is_exact
 from precast.models.placement import Placement
 from precast.runtime import compiling, files, manifest, plan
 from precast.runtime.config import ConfigError, EngineConfig, Shapes, derive_shapes
-from precast.runtime.machine import Machine, host_memory
+from precast.runtime.machine import Machine, host_memory, processor
 from precast.runtime.memory import MemoryPlan
 from precast.runtime.programs import ADMIT, Program, backbone_name, enumerate_programs, head_name, score_name
 from precast.sharding.mesh import MeshSpec
 
 _DEFAULT_KV_CACHE_MEMORY = 1 << 29
-_PROBED_OUTPUTS = 4096
+_LIBRARIES = pathlib.Path("~/.cache/precast/libraries")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Deployment:
     Attributes:
       settings: as resolved; what is still open is settled by the memory.
       own: the machine is this process's, so that what is compiled runs here.
+      library: what ``kernels_pallas.dense_product`` runs on CPU, or None for XLA's own products.
     """
 
     model: ModelConfig
@@ -42,6 +43,7 @@ class Deployment:
     machine: Machine
     xla_flags: str
     own: bool
+    library: bytes | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a mesh that the model or the machine does not have."""
@@ -57,11 +59,13 @@ class Deployment:
 
     @property
     def placement(self) -> Placement:
-        return place(self.machine, MeshSpec.parse(self.settings.mesh), self.settings.kernels)
+        mesh, kernels = MeshSpec.parse(self.settings.mesh), self.settings.kernels
+        return place(self.machine, mesh, kernels, is_packed=self.library is not None)
 
     def facts(self) -> dict[str, Any]:
         """What a plan of it must say."""
-        return manifest.facts(self.model, manifest.settings_of(self.settings), self.machine, self.xla_flags)
+        settings = manifest.settings_of(self.settings)
+        return manifest.facts(self.model, settings, self.machine, self.xla_flags, self.library)
 
     def cache_spec(self, num_pages: int) -> kv_cache.CacheSpec:
         dtype, page_size = self.settings.dtype, self.settings.page_size
@@ -70,9 +74,9 @@ class Deployment:
         )
 
 
-def place(machine: Machine, mesh: MeshSpec, kernels: str) -> Placement:
+def place(machine: Machine, mesh: MeshSpec, kernels: str, *, is_packed: bool) -> Placement:
     """Where the model runs, with which kernels."""
-    return Placement(Target("reference") if kernels == "reference" else machine.target, mesh)
+    return Placement(Target("reference") if kernels == "reference" else machine.target, mesh, is_packed)
 
 
 def resolve(model: ModelConfig, config: EngineConfig, machine: Machine, *, own: bool, xla_flags: str) -> Deployment:
@@ -92,10 +96,23 @@ def resolve(model: ModelConfig, config: EngineConfig, machine: Machine, *, own: 
     if memory is None and machine.is_host:
         memory = min(_DEFAULT_KV_CACHE_MEMORY, host_memory() // 4)
     config = dataclasses.replace(config, dtype=dtype, max_model_len=longest, kv_cache_memory=memory)
-    deployment = Deployment(model, config, machine, xla_flags, own)
+    library = own_library() if machine.is_host and config.kernels == "auto" else None
+    deployment = Deployment(model, config, machine, xla_flags, own, library)
     if memory is not None:
         config = _fitted(deployment, memory // deployment.cache_spec(0).page_bytes)
     return dataclasses.replace(deployment, settings=config)
+
+
+def own_library() -> bytes | None:
+    """The dense products' library, known to XLA from here on; None where it cannot be had."""
+    content = dense_library.registered() or dense_library.build(_LIBRARIES.expanduser(), json.dumps(processor()))
+    try:
+        if content is not None:
+            dense_library.register(content)
+        return content
+    except dense_library.LibraryError as error:
+        logging.warning("%s; dense products are XLA's own", error)
+        return None
 
 
 def make(path: pathlib.Path, deployment: Deployment, *, progress: bool) -> MemoryPlan:
@@ -114,6 +131,8 @@ def make(path: pathlib.Path, deployment: Deployment, *, progress: bool) -> Memor
         memory.check(manifest.settings_of(settings))
         about = {"facts": deployment.facts(), "shapes": dataclasses.asdict(shapes)}
         about |= {"memory": dataclasses.asdict(memory), "programs": entries}
+        if deployment.library is not None:
+            (folder / dense_library.FILE).write_bytes(deployment.library)
         manifest.seal(folder, about)
         if deployment.own:
             plan.record_loads(folder, manifest.read(folder).sha256)
@@ -155,9 +174,7 @@ def _programs(deployment: Deployment, config: EngineConfig, shapes: Shapes) -> t
         deployment.model, dtype=config.dtype, num_positions=shapes.max_model_len, placement=placement, mesh=mesh
     )
     spec = deployment.cache_spec(shapes.num_pages)
-    programs = enumerate_programs(deployment.model, shapes, weights, spec, mesh)
-    lone = transformer.lone_weights(weights) if shapes.lone else {"layers": (), "head": ()}
-    return programs, (weights, lone["layers"], lone["head"])
+    return enumerate_programs(deployment.model, shapes, weights, spec, mesh), weights
 
 
 def _shapes(deployment: Deployment, config: EngineConfig) -> Shapes:
@@ -166,25 +183,7 @@ def _shapes(deployment: Deployment, config: EngineConfig) -> Shapes:
     useful = -(-config.max_model_len // config.page_size) * config.slots
     num_pages = min(config.kv_cache_memory // deployment.cache_spec(0).page_bytes, useful) + 1
     whole_pages = not deployment.placement.is_cpu
-    shapes = derive_shapes(config, max_model_len=config.max_model_len, num_pages=num_pages, whole_pages=whole_pages)
-    return dataclasses.replace(shapes, lone=_has_lone_rows(deployment, config))
-
-
-def _has_lone_rows(deployment: Deployment, config: EngineConfig) -> bool:
-    """Whether steps of one row get programs and a copy of the weights of their own.
-
-    In float32 on CPU, where that doubles their speed, if this processor gives both ways the same bits.
-    """
-    model, placement = deployment.model, deployment.placement
-    if config.dtype != "float32" or not placement.is_cpu or placement.mesh.num_devices > 1:
-        return False
-    if model.mla is not None or model.moe is not None:
-        return False
-    weights = layout.shapes(model, dtype=config.dtype, num_positions=2, placement=placement, mesh=None)
-    dense = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Dense))
-    kernels = {node.kernel.shape for node in dense if isinstance(node, Dense)} | {weights["embed"].shape}
-    # The order of a sum does not depend on how many there are.
-    return lone_is_exact({(min(outputs, _PROBED_OUTPUTS), inputs) for outputs, inputs in kernels})
+    return derive_shapes(config, max_model_len=config.max_model_len, num_pages=num_pages, whole_pages=whole_pages)
 
 
 def _fitted(deployment: Deployment, num_pages: int) -> EngineConfig:

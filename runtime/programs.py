@@ -107,25 +107,15 @@ def enumerate_programs(
     def add(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: Any, *donated: int) -> None:
         programs.append(Program(name, function, arguments, outputs, donated, mesh))
 
-    def add_backbone(name: str, weights: transformer.Weights, decode_rows: int, prefill_tokens: int) -> None:
-        inputs = _backbone_inputs(shapes, decode_rows, prefill_tokens, whole)
-        function = functools.partial(step.backbone, **static)
-        arguments = (transformer.body_weights(weights), cache, state.last_tokens, inputs)
-        add(name, function, arguments, (cache_out, P(), P()), 1)
-
-    def add_head(name: str, weights: transformer.Weights, rows: int) -> None:
-        row_inputs = sample.Rows(slots=whole.int32(rows), num_sampled=whole.int32(rows))
-        function = functools.partial(step.head, **static)
-        add(name, function, (transformer.head_weights(weights), state, hidden, row_inputs), (state_out, P()), 1)
-
-    if shapes.lone:
-        lone = transformer.lone_weights(weights)
-        add_backbone(backbone_name(1, 0), lone, shapes.decode_rows[0], 0)
-        add_head(head_name(1), lone, shapes.decode_rows[0])
     for decode_rows, prefill_tokens in backbone_sizes(shapes):
-        add_backbone(backbone_name(decode_rows, prefill_tokens), weights, decode_rows, prefill_tokens)
+        inputs = _backbone_inputs(shapes, decode_rows, prefill_tokens, whole)
+        arguments = (transformer.body_weights(weights), cache, state.last_tokens, inputs)
+        name = backbone_name(decode_rows, prefill_tokens)
+        add(name, functools.partial(step.backbone, **static), arguments, (cache_out, P(), P()), 1)
     for rows in shapes.decode_rows:
-        add_head(head_name(rows), weights, rows)
+        row_inputs = sample.Rows(slots=whole.int32(rows), num_sampled=whole.int32(rows))
+        arguments = (head_weights, state, hidden, row_inputs)
+        add(head_name(rows), functools.partial(step.head, **static), arguments, (state_out, P()), 1)
     for tokens in sorted({*shapes.prefill_tokens, *shapes.mixed_tokens}):
         scored = whole.array(np.float32, tokens, config.hidden_size)
         score = functools.partial(step.score, **static)

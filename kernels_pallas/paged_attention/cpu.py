@@ -6,9 +6,10 @@ The running softmax is that of FlashAttention (arXiv:2205.14135), one page a blo
 
 A row's result is the same bit for bit whatever the other rows are, however many there are and however many queries
 a row has.  A column in which a row has no visible key leaves its accumulators as they were.  Sums go through matrix
-products, whose order does not change with the shape from _LEAST_WIDTH columns up; the compiler's reductions change
-theirs.  Accumulators of one number a query carry it in _LANES copies: a loop over whole vectors rounds alike
-everywhere, its scalar tail does not (multiply and add are contracted in one and not in the other).
+products, whose order does not change with the shape where their width is a multiple of _WIDTH (16 is enough for AVX2,
+64 for AVX-512); the compiler's reductions change theirs.  Accumulators of one number a query carry it in _LANES
+copies: a loop over whole vectors rounds alike everywhere, its scalar tail does not (multiply and add are contracted
+in one and not in the other).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _MASKED = -1e30
-_LEAST_WIDTH = 16
+_WIDTH = 64
 _LANES = 8
 # The largest score so far and the sum of exponentials, ``[batch, stacked, _LANES]``, and the values weighed by them,
 # ``[batch, stacked, value_width]``.
@@ -63,7 +64,7 @@ def paged_attention(
     grouped = queries.reshape(rows, num_queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = (grouped * scale).reshape(batch, stacked, head_dim)
     query_positions = q_starts[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
-    width, value_width = max(page_size, _LEAST_WIDTH), max(value_dim, _LEAST_WIDTH)
+    width, value_width = -(-page_size // _WIDTH) * _WIDTH, -(-value_dim // _WIDTH) * _WIDTH
     in_page = jnp.arange(width, dtype=jnp.int32)
 
     def column(index: jax.Array, carry: _Running) -> _Running:

@@ -1,6 +1,6 @@
 """What the compiler made of the programs: nothing large is copied, the cache is updated in place."""
 
-import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -9,7 +9,8 @@ import toy_models
 
 from precast.models import cache as kv_cache
 from precast.models import layout, transformer
-from precast.runtime import hlo
+from precast.models.placement import Placement
+from precast.runtime import hlo, planning
 from precast.runtime.config import EngineConfig, derive_shapes
 from precast.runtime.programs import enumerate_programs
 
@@ -17,17 +18,19 @@ from precast.runtime.programs import enumerate_programs
 LARGE_BYTES = 300_000
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=itertools.product(["float32", "bfloat16"], [False, True]), ids=str)
 def compiled(request, tmp_path_factory):
     """The programs of a model whose weights and pages are larger than its activations, with its cache's bytes."""
     model = toy_models.random_llama(
         tmp_path_factory.mktemp("m"), vocab_size=4096, hidden_size=64, intermediate_size=2048, head_dim=16
     )
-    settings = EngineConfig(slots=2, token_budget=34, max_model_len=256, page_size=16, dtype=request.param)
+    dtype, is_packed = request.param
+    assert planning.own_library() is not None
+    settings = EngineConfig(slots=2, token_budget=34, max_model_len=256, page_size=16, dtype=dtype)
     shapes = derive_shapes(settings, max_model_len=256, num_pages=33)
-    shapes = dataclasses.replace(shapes, lone=request.param == "float32")
-    weights = layout.build(model.config, model.read, dtype=request.param, num_positions=256)
-    spec = kv_cache.CacheSpec.of(model.config, num_pages=33, page_size=16, dtype=request.param)
+    placement = Placement(is_packed=is_packed)
+    weights = layout.build(model.config, model.read, dtype=dtype, num_positions=256, placement=placement)
+    spec = kv_cache.CacheSpec.of(model.config, num_pages=33, page_size=16, dtype=dtype, placement=placement)
     programs = enumerate_programs(model.config, shapes, weights, spec)
     chosen = [one for one in programs if one.name.startswith(("backbone", "head"))]
     return weights, spec, {one.name: one.lower().compile() for one in chosen}

@@ -1,0 +1,54 @@
+"""Dense products for the CPU target on weights that lie packed in panels, through our own code under ``jax.ffi``.
+
+XLA's CPU backend packs a weight anew in every product, and its sums depend on the processor and the number of rows
+(on processors with AMX in bfloat16).  Here a weight is packed once, when it is loaded, and an output is one sum over
+the inputs in order, whatever the number of rows.  ``library`` compiles the code, ``dense_product.cc``, with the host's
+C++ compiler; where there is none, XLA's own products serve.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from precast.kernels_pallas.dense_product import library
+
+# As in dense_product.cc.
+PANEL, INPUTS = 32, 32
+DTYPES = ("float32", "bfloat16")
+
+
+def packed_shape(outputs: int, inputs: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+    """Of a packed ``[outputs, inputs]`` matrix: float32 ``[panels, inputs, PANEL]``; bfloat16 as its uint16 bits
+    ``[panels, inputs / 2, PANEL, 2]``, the inputs filled up to a multiple of INPUTS."""
+    panels = -(-outputs // PANEL)
+    if dtype == np.float32:
+        return jax.ShapeDtypeStruct((panels, inputs, PANEL), np.float32)
+    return jax.ShapeDtypeStruct((panels, -(-inputs // INPUTS) * INPUTS // 2, PANEL, 2), np.uint16)
+
+
+def pack(matrix: np.ndarray, out: np.ndarray) -> None:
+    """Packs ``matrix [outputs, inputs]``, contiguous, into ``out`` of ``packed_shape``."""
+    outputs, inputs = matrix.shape
+    name = "precast_pack_f32" if matrix.dtype == np.float32 else "precast_pack_bf16"
+    library.function(name)(matrix.ctypes.data, out.ctypes.data, outputs, inputs)
+
+
+def dense_product(x: jax.Array, packed: jax.Array, outputs: int) -> jax.Array:
+    """``[rows, inputs]`` times a packed matrix: ``[rows, outputs]`` float32; x is rounded to the matrix's dtype."""
+    is_float = packed.dtype == np.float32
+    call = jax.ffi.ffi_call(
+        library.TARGETS[0] if is_float else library.TARGETS[1],
+        jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
+    )
+    return call(x.astype(jnp.float32 if is_float else jnp.bfloat16), packed)
+
+
+def packed_rows(packed: jax.Array, indices: jax.Array, inputs: int) -> jax.Array:
+    """Rows ``indices [n]`` of a packed matrix, ``[n, inputs]`` float32."""
+    panel, place = indices // PANEL, indices % PANEL
+    if packed.dtype == np.float32:
+        return packed[panel, :, place]
+    bits = packed[panel, :, place].reshape(indices.shape[0], -1)[:, :inputs]
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)

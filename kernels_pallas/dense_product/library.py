@@ -1,0 +1,122 @@
+"""The compiled code of dense products: made by the host's C++ compiler, kept, and made known to XLA.
+
+A process has one such library.  A plan that was compiled with it carries it, so that a host without a compiler can
+serve the plan.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import threading
+
+import jax
+import jaxlib.version
+from absl import logging
+
+FILE = "dense_product.so"
+# Custom calls in a program, as ``jax.ffi`` knows them.
+TARGETS = ("precast_dense_f32", "precast_dense_bf16")
+_PACKERS = ("precast_pack_f32", "precast_pack_bf16")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
+_SECONDS = 300
+_lock = threading.Lock()
+_loaded: tuple[bytes, ctypes.CDLL] | None = None
+
+
+class LibraryError(RuntimeError):
+    """A library that does not load, or another than the one that this process has."""
+
+
+def build(folder: pathlib.Path, processor: str) -> bytes | None:
+    """The library for this host, from ``folder`` if it was made before; None where there is no C++ compiler.
+
+    Args:
+      folder: where libraries are kept; one that cannot be written only costs time.
+      processor: what the code depends on besides its source: it is compiled for the processor at hand.
+    """
+    source = pathlib.Path(__file__).with_name("dense_product.cc").read_text()
+    facts = "\0".join([source, processor, jaxlib.version.__version__, *_FLAGS])
+    kept = folder / f"dense_product-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    try:
+        return kept.read_bytes()
+    except OSError:
+        content = _compile(source)
+    if content is not None:
+        _keep(kept, content)
+    return content
+
+
+def register(content: bytes) -> None:
+    """Loads the library into this process and makes its products known to XLA; once is enough.
+
+    Raises LibraryError where it does not load, or the process has another one.
+    """
+    global _loaded
+    with _lock:
+        if _loaded is not None:
+            if _loaded[0] != content:
+                raise LibraryError(f"{FILE} is another than the one that this process has loaded: start a new process")
+            return
+        library = _open(content)
+        for name in TARGETS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+        _loaded = content, library
+
+
+def registered() -> bytes | None:
+    """The library that this process has."""
+    return None if _loaded is None else _loaded[0]
+
+
+def function(name: str) -> ctypes._NamedFuncPointer:
+    """One of the library's packers: (matrix address, packed address, outputs, inputs)."""
+    assert _loaded is not None and name in _PACKERS
+    found = getattr(_loaded[1], name)
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), None
+    return found
+
+
+def _compile(source: str) -> bytes | None:
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        logging.warning("no C++ compiler (%s): dense products are XLA's own, which are slower", ", ".join(_COMPILERS))
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        code, made = pathlib.Path(folder) / "dense_product.cc", pathlib.Path(folder) / FILE
+        code.write_text(source)
+        command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(code), "-o", str(made)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+            return made.read_bytes()
+        except (OSError, subprocess.SubprocessError) as error:
+            words = (getattr(error, "stderr", None) or str(error)).strip()
+            logging.warning("%s cannot compile dense products, XLA's own serve: %s", compiler, words[-500:])
+            return None
+
+
+def _keep(path: pathlib.Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+    except OSError as error:
+        logging.warning("%s cannot be kept for the next start: %s", path, error)
+
+
+def _open(content: bytes) -> ctypes.CDLL:
+    """Loads just these bytes, whatever has become of the file that they were read from."""
+    with tempfile.NamedTemporaryFile(suffix=".so") as file:
+        file.write(content)
+        file.flush()
+        try:
+            return ctypes.CDLL(file.name)
+        except OSError as error:
+            raise LibraryError(f"{FILE} does not load: {error}") from None
