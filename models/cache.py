@@ -26,6 +26,8 @@ import numpy as np
 
 from precast.kernels_pallas import layout
 from precast.kernels_pallas.cache_update import cache_update
+from precast.kernels_pallas.native import paged_attention as native
+from precast.kernels_pallas.native.paged_attention import cache_write
 from precast.kernels_pallas.paged_attention import AttentionConfig, cpu, paged_attention
 from precast.models.config import ModelConfig
 from precast.models.placement import Placement
@@ -232,7 +234,7 @@ def update_and_attend(
     """
     if placement.is_cpu:
         assert isinstance(layer, int)
-        return _on_cpu(cache, layer, queries, keys, values, places, reading, sinks)
+        return _on_cpu(cache, layer, queries, keys, values, places, reading, sinks, placement.is_native)
     num_pages = cache.shape[0] // num_layers
     settings = AttentionConfig(keys.shape[1], reading.scale, reading.window, reading.soft_cap, reading.value_dim)
     parts = _by_segment((queries, keys, values), places.segments)
@@ -261,25 +263,30 @@ def _by_segment(arrays: tuple[jax.Array | None, ...], segments: tuple[Segment, .
     return parts
 
 
-def _on_cpu(cache, layer, queries, keys, values, places, reading, sinks):
+def _on_cpu(cache, layer, queries, keys, values, places, reading, sinks, is_native):
     values = keys[..., : reading.value_dim] if values is None else values
-    written = _write(cache[layer], keys, values, places)
+    write, attend = (cache_write, native.paged_attention) if is_native else (_write, cpu.paged_attention)
+    key_pages, value_pages = cache[layer]
+    key_pages, value_pages = write(key_pages, value_pages, keys, values, places.page_ids, places.offsets)
     outputs = []
     for segment, (asked,) in zip(places.segments, _by_segment((queries,), places.segments), strict=True):
-        mixed = cpu.paged_attention(
-            asked, *written, segment.page_table, segment.context_lens(), segment.starts,
+        mixed = attend(
+            asked, key_pages, value_pages, segment.page_table, segment.context_lens(), segment.starts,
             scale=reading.scale, window=reading.window, soft_cap=reading.soft_cap, sinks=sinks,
         )  # fmt: skip
         outputs.append(mixed.reshape(segment.num_tokens, *mixed.shape[2:]))
-    return (*cache[:layer], written, *cache[layer + 1 :]), jnp.concatenate(outputs)
+    return (*cache[:layer], (key_pages, value_pages), *cache[layer + 1 :]), jnp.concatenate(outputs)
 
 
 def _write(
-    pages: tuple[jax.Array, jax.Array], keys: jax.Array, values: jax.Array, places: Places
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes new tokens into one layer's pages on CPU."""
-    key_pages, value_pages = pages
-    page_ids, offsets = places.page_ids, places.offsets
+    """``cache_write`` with XLA's operations."""
     return (
         key_pages.at[page_ids, :, :, offsets].set(_encode(keys, key_pages.dtype), mode="promise_in_bounds"),
         value_pages.at[page_ids, :, offsets, :].set(_encode(values, value_pages.dtype), mode="promise_in_bounds"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precast.kernels_pallas.dense_product import dense_product, packed_rows
+from precast.kernels_pallas.native.dense_product import dense_product, packed_rows
 from precast.models.config import ModelConfig
 from precast.sharding.shard import Shard
 
@@ -35,7 +35,7 @@ class Dense:
 
 @flax.struct.dataclass
 class PackedDense:
-    """A dense layer's weight as ``kernels_pallas.dense_product`` packs it; ``shape`` is (outputs, inputs)."""
+    """A dense layer's weight as ``kernels_pallas.native`` packs it; ``shape`` is (outputs, inputs)."""
 
     kernel: Matrix
     bias: Matrix | None = None

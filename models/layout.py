@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precast.kernels_pallas import dense_product, grouped_product
+from precast.kernels_pallas import grouped_product
+from precast.kernels_pallas.native import dense_product
 from precast.models import buffers, rope, streaming
 from precast.models.config import MlaConfig, ModelConfig
 from precast.models.layers import Dense, PackedDense
@@ -187,7 +188,7 @@ class _Part:
         arrays = _Arrays(self, "", frozenset(self._specs))
         tables = rope.tables(self.config, self._num_positions)
         # Rows of a table that is also the head are looked up in the packed one.
-        table = arrays.dense("embed", is_packed=self.config.tie_embeddings)
+        table = arrays.dense("embed", packs=self.config.tie_embeddings)
         weights: dict[str, Any] = {
             "embed": table if isinstance(table, PackedDense) else table.kernel,
             "final_norm": arrays.norm("final_norm.weight"),
@@ -243,7 +244,7 @@ class _Arrays:
     def stored(self, name: str, dtype: Any, out: np.ndarray | None = None) -> Array:
         return self._part.fetch(self._prefix + name, self._spec(name), dtype, out)
 
-    def dense(self, *parts: str, axis: int = 0, dtype: Any = None, is_packed: bool = True) -> Dense | PackedDense:
+    def dense(self, *parts: str, axis: int = 0, dtype: Any = None, packs: bool = True) -> Dense | PackedDense:
         """One product of several, its outputs side by side along ``axis``; packed where the placement says so."""
         names = [f"{part}.weight" for part in parts]
         dtype = dtype or self._part.dtype
@@ -251,14 +252,14 @@ class _Arrays:
         bias = None
         if f"{parts[0]}.bias" in self.names:
             bias = self._joined([f"{part}.bias" for part in parts], axis, np.float32)
-        if not (is_packed and self._part.placement.is_packed):
+        if not (packs and self._part.placement.is_native):
             return Dense(kernel, bias)
         shapes = [self._part.local_shape(self._spec(name)) for name in names]
         return PackedDense(_packed(kernel, dtype), bias, (sum(shape[0] for shape in shapes), shapes[0][1]))
 
     def experts(self, *parts: str) -> Dense:
         """``dense`` for all experts' matrices together, as the target's grouped product wants them."""
-        weight = self.dense(*parts, axis=1, is_packed=False)
+        weight = self.dense(*parts, axis=1, packs=False)
         assert isinstance(weight, Dense)
         kernel: Any = weight.kernel
         placement = self._part.placement

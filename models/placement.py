@@ -24,12 +24,12 @@ class Placement:
       target: the chip; "cpu" is XLA's CPU backend with pages and weights laid out for it, "reference" the
         accelerators' layout with plain kernels.
       mesh: the degrees of parallelism.
-      is_packed: dense weights lie as ``kernels_pallas.dense_product`` wants them; CPU only.
+      is_native: ``kernels_pallas.native`` runs, and dense weights lie as it wants them; CPU only.
     """
 
     target: Target = Target("cpu")
     mesh: MeshSpec = MeshSpec()
-    is_packed: bool = False
+    is_native: bool = False
 
     @property
     def shard(self) -> Shard:

@@ -24,7 +24,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from precast.kernels_pallas.dense_product import library as dense_library
+from precast.kernels_pallas.native import library as native_library
 from precast.kernels_pallas.targets import Target
 from precast.runtime import hlo
 from precast.runtime.config import ConfigError
@@ -39,7 +39,7 @@ _PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "gpu": "cuda"}
 # the GPU itself.
 _OPTIONS: dict[str, dict[str, bool | str]] = {"cuda": {"xla_gpu_enable_triton_gemm": False}}
 # Kernels whose serialised form JAX does not promise to read later: only the versions that wrote a plan read it.
-_KERNEL_CALLS = ("mosaic_gpu_v2", *dense_library.TARGETS)
+_KERNEL_CALLS = ("mosaic_gpu_v2", *native_library.TARGETS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from precast.kernels_pallas.dense_product.library import TARGETS as DENSE_PRODUCTS
+from precast.kernels_pallas.native import library
 from precast.runtime.hlo_text import Array, Computation, Instruction, Module
 
 COLLECTIVES = (
@@ -94,6 +94,9 @@ def _custom_call_bytes(call: Instruction, operands: list[tuple[Array, ...]]) -> 
     pairs = re.findall(r"\{([\d, ]*)\}: \((\d+)", aliasing)
     inputs = {int(operand) for _, operand in pairs}
     outputs = {int(output.split(",")[0] or 0) for output, _ in pairs}
+    if f'"{library.ATTENTION}_' in call.attributes:
+        # How much of the pages is read depends on the contexts.
+        inputs |= {1, 2}
     if "__cublas$" in call.attributes and len(call.arrays) > 1:
         outputs.add(len(call.arrays) - 1)
     total = sum(_device_bytes(arrays) for n, arrays in enumerate(operands) if n not in inputs)
@@ -191,7 +194,7 @@ def _flops(module: Module, inside: Computation, instruction: Instruction) -> int
         return _product_flops(inside, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
     if opcode == "custom-call" and "__cublas$" in instruction.attributes:
         return _product_flops(inside, instruction, r'"lhs_contracting_dimensions":\[([\d",]*)\]')
-    if opcode == "custom-call" and any(f'"{target}"' in instruction.attributes for target in DENSE_PRODUCTS):
+    if opcode == "custom-call" and f'"{library.DENSE}_' in instruction.attributes:
         return 2 * instruction.arrays[0].elements * inside.instructions[instruction.operands[0]].arrays[0].dims[1]
     if opcode == "convolution":
         return _convolution_flops(inside, instruction)

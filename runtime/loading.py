@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from precast.kernels_pallas.dense_product import library as dense_library
+from precast.kernels_pallas.native import library as native_library
 from precast.models import layout, transformer
 from precast.models.checkpoint import Checkpoint
 from precast.models.config import ModelConfig
@@ -87,7 +87,7 @@ def load_engine(
             progress=progress,
         )
     config = dataclasses.replace(config, **planning.settings_of(sealed))
-    placement = planning.place(machine, spec, config.kernels, is_packed=dense_library.FILE in sealed.contents)
+    placement = planning.place(machine, spec, config.kernels, is_native=native_library.FILE in sealed.contents)
     weights = _load_weights(checkpoint, root, config.dtype, shapes, placement, mesh, progress)
     logging.info("plan %s, manifest %s", sealed.path, sealed.sha256)
     return Engine(
@@ -123,7 +123,7 @@ def _given_plan(model: ModelConfig, config: EngineConfig, xla_flags: str) -> man
     assert config.plan is not None
     sealed = manifest.read(config.plan, pinned=config.plan_sha256)
     planned = sealed.manifest["facts"]
-    library = sealed.contents.get(dense_library.FILE)
+    library = sealed.contents.get(native_library.FILE)
     here = manifest.facts(model, planned["settings"], manifest.machine_of(sealed), xla_flags, library)
     if lines := manifest.differences(planned, here):
         more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -188,7 +188,7 @@ def _load_weights(
     began = time.monotonic()
     keeps = mesh is None and checkpoint.path.endswith(".gguf")
     key: dict[str, Any] = {"weights": checkpoint.fingerprint, "dtype": dtype, "num_positions": shapes.max_model_len}
-    key["is_packed"] = placement.is_packed
+    key["is_native"] = placement.is_native
     folder = root / f"weights-{manifest.digest(key | {'source': manifest.source_digest()})}"
     weights = weight_cache.load(folder, checkpoint.fingerprint) if keeps else None
     if weights is None:

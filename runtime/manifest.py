@@ -122,7 +122,7 @@ def facts(
       settings: the engine's, by the names in SETTINGS.
       machine: what the programs run on.
       xla_flags: XLA_FLAGS of the process.
-      library: of dense products on CPU, or None.
+      library: of ``kernels_pallas.native`` on CPU, or None.
     """
     traits = dataclasses.asdict(model)
     described = {
@@ -135,7 +135,7 @@ def facts(
         "plugins": _versions(_PLUGINS.get(machine.target.backend, ())),
         "xla_flags": xla_flags,
         "cpu": processor() if machine.is_host else None,
-        "dense_product": None if library is None else _sha256(library),
+        "native_library": None if library is None else _sha256(library),
         "source": source_digest(),
     }
     return json.loads(json.dumps(described))
@@ -187,7 +187,7 @@ def source_digest() -> str:
     content = hashlib.sha256()
     for folder in ("runtime", "models", "kernels_pallas", "sharding"):
         for file in sorted((package / folder).rglob("*")):
-            if file.suffix in (".py", ".cc"):
+            if file.suffix in (".py", ".cc", ".h"):
                 content.update(file.read_bytes())
     return content.hexdigest()[:16]
 

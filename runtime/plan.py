@@ -4,7 +4,7 @@ Beside its manifest the folder holds:
 
   exported/NAME.bin     a program's StableHLO
   executables/NAME.bin  the serialised executable
-  dense_product.so      on CPU, what ``kernels_pallas.dense_product`` runs
+  native.so             the library of ``kernels_pallas.native``, on CPU
   trees.pickle          how the programs' arguments and results are nested
   local/                executables that this kind of host compiled for itself; the manifest does not list them
   seen.json             kinds of hosts that executables were seen to load on; nor this
@@ -26,7 +26,7 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from precast.kernels_pallas.dense_product import library as dense_library
+from precast.kernels_pallas.native import library as native_library
 from precast.runtime import compiling, files, manifest, trial
 from precast.runtime.compiling import EXECUTABLES, EXPORTED, TREES
 from precast.runtime.manifest import PlanError, Sealed
@@ -142,15 +142,15 @@ def record_loads(folder: pathlib.Path, sha256: str) -> None:
 
 
 def _register_library(sealed: Sealed) -> None:
-    """Makes the dense products that a CPU plan carries known to XLA, in this process.
+    """Makes the kernels that a CPU plan carries known to XLA, in this process.
 
     Raises PlanError where the library does not load, or this process has another one.
     """
-    content = sealed.contents.get(dense_library.FILE)
+    content = sealed.contents.get(native_library.FILE)
     try:
         if content is not None:
-            dense_library.register(content)
-    except dense_library.LibraryError as error:
+            native_library.register(content)
+    except native_library.LibraryError as error:
         raise PlanError(f"plan {sealed.path}: {error}") from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import logging
 
-from precast.kernels_pallas.dense_product import library as dense_library
+from precast.kernels_pallas.native import library as native_library
 from precast.kernels_pallas.targets import Target
 from precast.models import cache as kv_cache
 from precast.models import layout
@@ -35,7 +35,7 @@ class Deployment:
     Attributes:
       settings: as resolved; what is still open is settled by the memory.
       own: the machine is this process's, so that what is compiled runs here.
-      library: what ``kernels_pallas.dense_product`` runs on CPU, or None for XLA's own products.
+      library: of ``kernels_pallas.native``, on CPU; None for XLA's own operations.
     """
 
     model: ModelConfig
@@ -60,7 +60,7 @@ class Deployment:
     @property
     def placement(self) -> Placement:
         mesh, kernels = MeshSpec.parse(self.settings.mesh), self.settings.kernels
-        return place(self.machine, mesh, kernels, is_packed=self.library is not None)
+        return place(self.machine, mesh, kernels, is_native=self.library is not None)
 
     def facts(self) -> dict[str, Any]:
         """What a plan of it must say."""
@@ -74,9 +74,9 @@ class Deployment:
         )
 
 
-def place(machine: Machine, mesh: MeshSpec, kernels: str, *, is_packed: bool) -> Placement:
+def place(machine: Machine, mesh: MeshSpec, kernels: str, *, is_native: bool) -> Placement:
     """Where the model runs, with which kernels."""
-    return Placement(Target("reference") if kernels == "reference" else machine.target, mesh, is_packed)
+    return Placement(Target("reference") if kernels == "reference" else machine.target, mesh, is_native)
 
 
 def resolve(model: ModelConfig, config: EngineConfig, machine: Machine, *, own: bool, xla_flags: str) -> Deployment:
@@ -104,14 +104,14 @@ def resolve(model: ModelConfig, config: EngineConfig, machine: Machine, *, own: 
 
 
 def own_library() -> bytes | None:
-    """The dense products' library, known to XLA from here on; None where it cannot be had."""
-    content = dense_library.registered() or dense_library.build(_LIBRARIES.expanduser(), json.dumps(processor()))
+    """The library of this host's kernels, known to XLA from here on; None where it cannot be had."""
+    content = native_library.registered() or native_library.build(_LIBRARIES.expanduser(), json.dumps(processor()))
     try:
         if content is not None:
-            dense_library.register(content)
+            native_library.register(content)
         return content
-    except dense_library.LibraryError as error:
-        logging.warning("%s; dense products are XLA's own", error)
+    except native_library.LibraryError as error:
+        logging.warning("%s; XLA's own operations serve", error)
         return None
 
 
@@ -132,7 +132,7 @@ def make(path: pathlib.Path, deployment: Deployment, *, progress: bool) -> Memor
         about = {"facts": deployment.facts(), "shapes": dataclasses.asdict(shapes)}
         about |= {"memory": dataclasses.asdict(memory), "programs": entries}
         if deployment.library is not None:
-            (folder / dense_library.FILE).write_bytes(deployment.library)
+            (folder / native_library.FILE).write_bytes(deployment.library)
         manifest.seal(folder, about)
         if deployment.own:
             plan.record_loads(folder, manifest.read(folder).sha256)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from precast.kernels_pallas.dense_product import library as dense_library
+from precast.kernels_pallas.native import library as native_library
 from precast.runtime import compiling, manifest
 from precast.runtime.manifest import Sealed
 
@@ -34,8 +34,8 @@ def run(plan: Sealed, source: Sealed) -> str | None:
 def _main(plan: str, plan_sha256: str, source: str, source_sha256: str) -> None:
     sealed = manifest.read(plan, pinned=plan_sha256)
     contents = manifest.read_sealed(source, pinned=source_sha256).contents
-    if library := sealed.contents.get(dense_library.FILE):
-        dense_library.register(library)
+    if library := sealed.contents.get(native_library.FILE):
+        native_library.register(library)
     mesh = manifest.machine_of(sealed).mesh(manifest.mesh_of(sealed))
     for name, trees in pickle.loads(sealed.contents[compiling.TREES]).items():
         compiling.deserialise(contents[f"{compiling.EXECUTABLES}/{name}.bin"], trees, mesh)

@@ -127,8 +127,8 @@ def _changed(sealed: Sealed) -> str:
     machine = manifest.machine_of(sealed)
     # Those of a host share its memory.
     device = dataclasses.replace(machine, num_devices=max(machine.num_devices, spec.num_devices)).memory_bytes
-    is_packed = facts["dense_product"] is not None
-    placement = planning.place(machine, spec, settings["kernels"], is_packed=is_packed)
+    is_native = facts["native_library"] is not None
+    placement = planning.place(machine, spec, settings["kernels"], is_native=is_native)
     placement.check(model)
     mesh: Any = jax.sharding.AbstractMesh(tuple(spec.degrees().values()), tuple(spec.degrees()))
     dtype = _WEIGHTS.value or settings["dtype"]

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from precast.kernels_pallas.native import paged_attention as native
 from precast.kernels_pallas.paged_attention import cpu
 
 PAGES, WIDTH = 20, 8
@@ -32,12 +33,13 @@ def attend_alone_in_shape(attend, queries, rows, width):
     return out
 
 
+@pytest.mark.parametrize("backend", [cpu, native], ids=["xla", "native"])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
 @pytest.mark.parametrize(
     ("head_dim", "page_size", "group", "kv_heads"),
     [(8, 4, 2, 2), (64, 64, 3, 3), (64, 16, 1, 1), (80, 16, 4, 2), (96, 32, 1, 4), (128, 64, 8, 1)],
 )
-def test_decode_and_every_block_shape_agree(head_dim, page_size, group, kv_heads, dtype):
+def test_decode_and_every_block_shape_agree(head_dim, page_size, group, kv_heads, dtype, backend, native_library):
     rng = np.random.default_rng(0)
 
     def pages(*shape):
@@ -48,7 +50,7 @@ def test_decode_and_every_block_shape_agree(head_dim, page_size, group, kv_heads
 
     keys, values = pages(head_dim, page_size), pages(page_size, head_dim)
     attend = jax.jit(
-        lambda q, table, contexts, starts: cpu.paged_attention(
+        lambda q, table, contexts, starts: backend.paged_attention(
             q, keys, values, table, contexts, starts, scale=head_dim**-0.5
         )
     )

@@ -1,6 +1,5 @@
 """Products on packed weights: right, and the same bits for a row whatever the other rows are."""
 
-import pathlib
 import subprocess
 import sys
 
@@ -10,19 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from precast.kernels_pallas import dense_product
-from precast.kernels_pallas.dense_product import library
+from precast.kernels_pallas.native import dense_product, library
 
 SHAPES = [(1, 1), (5, 3), (32, 32), (33, 31), (96, 64), (100, 80), (576, 1536), (3000, 576)]
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def content(tmp_path_factory):
-    made = library.registered() or library.build(tmp_path_factory.mktemp("libraries"), "this one")
-    assert made is not None
-    library.register(made)
-    return made
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 def operands(dtype, outputs, inputs, rows):
@@ -75,7 +68,7 @@ def test_a_weight_that_is_packed_for_another_shape_is_refused():
         product(x, packed, 130).block_until_ready()
 
 
-def test_a_library_is_made_once(tmp_path, content, monkeypatch):
+def test_a_library_is_made_once(tmp_path, monkeypatch):
     assert library.build(tmp_path, "this one") == library.build(tmp_path, "this one")
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     assert library.build(tmp_path, "this one")
@@ -88,15 +81,15 @@ def test_what_cannot_be_compiled_or_loaded_is_said(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     with pytest.raises(library.LibraryError, match="another than the one"):
         library.register(b"other")
-    code = "from precast.kernels_pallas.dense_product import library; library.register(b'damaged')"
+    code = "from precast.kernels_pallas.native import library; library.register(b'damaged')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "LibraryError: dense_product.so does not load" in done.stderr
+    assert "LibraryError: native.so does not load" in done.stderr
 
 
 def test_other_processors_instructions_compile(tmp_path):
     """The code for processors that this one may not be: it compiles; only a host of the kind can run it."""
-    source = pathlib.Path(library.__file__).with_name("dense_product.cc")
+    files = [str(file) for file in library.sources() if file.suffix == ".cc"]
     for kind in ("x86-64", "haswell", "skylake-avx512", "cooperlake", "sapphirerapids"):
         flags = [flag for flag in library._FLAGS if not flag.startswith("-march")]
-        command = ["c++", *flags, f"-march={kind}", "-isystem", jax.ffi.include_dir(), str(source)]
+        command = ["c++", *flags, f"-march={kind}", "-isystem", jax.ffi.include_dir(), *files]
         subprocess.run([*command, "-o", str(tmp_path / "made.so")], check=True)

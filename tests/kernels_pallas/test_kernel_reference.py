@@ -1,9 +1,11 @@
 """The reference twins against the float64 oracle, and the checks of the two signatures."""
 
+import functools
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from kernel_oracle import (
@@ -22,8 +24,10 @@ from kernel_oracle import (
 
 from precast.kernels_pallas import layout
 from precast.kernels_pallas.cache_update import cache_update
+from precast.kernels_pallas.native import paged_attention as native
 from precast.kernels_pallas.paged_attention import AttentionConfig, paged_attention
 from precast.kernels_pallas.targets import Target
+from precast.models import cache
 
 REFERENCE = Target("reference")
 
@@ -50,6 +54,43 @@ def test_cpu_matches_the_oracle(case):
     arrays |= {"pages": jax.tree.map(jnp.nan_to_num, pages), "page_table": arrays["page_table"] % len(keys)}
     out = paged_attention(**arrays, config=case.config, target=Target("cpu"))
     assert relative_error(out, attend(case, make_inputs(case))) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [*SHAPES, *OPTIONS, *QUERIES, *LATENT], ids=str)
+def test_native_matches_the_oracle(case, kv_dtype, native_library):
+    """With unused pages that hold NaN, and table entries beyond the context that are no pages at all."""
+    case = replace(case, dtype="float32", kv_dtype=kv_dtype)
+    inputs = make_inputs(case)
+    arrays = inputs.arrays()
+    assert arrays.pop("scales") is None
+    keys, values = layout.unpack_tokens(arrays.pop("pages"), case.kv_heads, case.head_dim, case.value_dim)
+    pages = [jnp.array(keys.transpose(0, 2, 3, 1)), jnp.array(values.swapaxes(1, 2))]
+    if kv_dtype == "bfloat16":
+        pages = [jax.lax.bitcast_convert_type(side, jnp.uint16) for side in pages]
+    config = case.config
+    options = {"scale": config.scale, "window": config.window, "soft_cap": config.soft_cap}
+    attend_natively = jax.jit(functools.partial(native.paged_attention, **options))
+    out = attend_natively(key_pages=pages[0], value_pages=pages[1], **arrays)
+    positions = inputs.q_starts[:, None] + np.arange(case.q)
+    is_live = (positions < inputs.context_lens[:, None])[..., None, None]
+    assert relative_error(out, np.where(is_live, attend(case, inputs), 0)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_native_writes_what_xla_writes(dtype, native_library):
+    rng = np.random.default_rng(0)
+    pages = [np.zeros((7, 3, 8, 16), dtype), np.zeros((7, 3, 16, 8), dtype)]
+    new = rng.standard_normal((2, 40, 3, 8)).astype(np.float32)
+    new[0, :6, 0, 0] = np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8, -0.0
+    places = rng.permutation(7 * 16)[:40].astype(np.int32)
+    arguments = (*pages, *new, places // 16, places % 16)
+    got, expected = (jax.jit(write)(*arguments) for write in (native.cache_write, cache._write))
+    for mine, theirs in zip(got, expected, strict=True):
+        as_float = [
+            np.asarray(side).view(ml_dtypes.bfloat16 if dtype == np.uint16 else dtype) for side in (mine, theirs)
+        ]
+        np.testing.assert_array_equal(*(side.astype(np.float32) for side in as_float))
 
 
 def test_signature_names_what_does_not_fit():

@@ -24,11 +24,11 @@ def compiled(request, tmp_path_factory):
     model = toy_models.random_llama(
         tmp_path_factory.mktemp("m"), vocab_size=4096, hidden_size=64, intermediate_size=2048, head_dim=16
     )
-    dtype, is_packed = request.param
+    dtype, is_native = request.param
     assert planning.own_library() is not None
     settings = EngineConfig(slots=2, token_budget=34, max_model_len=256, page_size=16, dtype=dtype)
     shapes = derive_shapes(settings, max_model_len=256, num_pages=33)
-    placement = Placement(is_packed=is_packed)
+    placement = Placement(is_native=is_native)
     weights = layout.build(model.config, model.read, dtype=dtype, num_positions=256, placement=placement)
     spec = kv_cache.CacheSpec.of(model.config, num_pages=33, page_size=16, dtype=dtype, placement=placement)
     programs = enumerate_programs(model.config, shapes, weights, spec)

@@ -1,4 +1,4 @@
-"""The compiled code of dense products: made by the host's C++ compiler, kept, and made known to XLA.
+"""The kernels' library: made by the host's C++ compiler, kept, and made known to XLA.
 
 A process has one such library.  A plan that was compiled with it carries it, so that a host without a compiler can
 serve the plan.
@@ -17,11 +17,13 @@ import threading
 
 import jax
 import jaxlib.version
+import numpy as np
 from absl import logging
 
-FILE = "dense_product.so"
+FILE = "native.so"
 # Custom calls in a program, as ``jax.ffi`` knows them.
-TARGETS = ("precast_dense_f32", "precast_dense_bf16")
+DENSE, ATTENTION, WRITE = "precast_dense", "precast_cpu_attention", "precast_cpu_write"
+TARGETS = tuple(f"{kernel}_{kind}" for kernel in (DENSE, ATTENTION, WRITE) for kind in ("f32", "bf16"))
 _PACKERS = ("precast_pack_f32", "precast_pack_bf16")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
@@ -41,20 +43,20 @@ def build(folder: pathlib.Path, processor: str) -> bytes | None:
       folder: where libraries are kept; one that cannot be written only costs time.
       processor: what the code depends on besides its source: it is compiled for the processor at hand.
     """
-    source = pathlib.Path(__file__).with_name("dense_product.cc").read_text()
+    source = "\0".join(file.read_text() for file in sources())
     facts = "\0".join([source, processor, jaxlib.version.__version__, *_FLAGS])
-    kept = folder / f"dense_product-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    kept = folder / f"native-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     try:
         return kept.read_bytes()
     except OSError:
-        content = _compile(source)
+        content = _compile()
     if content is not None:
         _keep(kept, content)
     return content
 
 
 def register(content: bytes) -> None:
-    """Loads the library into this process and makes its products known to XLA; once is enough.
+    """Loads the library into this process and makes its kernels known to XLA; once is enough.
 
     Raises LibraryError where it does not load, or the process has another one.
     """
@@ -75,6 +77,11 @@ def registered() -> bytes | None:
     return None if _loaded is None else _loaded[0]
 
 
+def target(kernel: str, operand: jax.Array) -> str:
+    """The custom call of a kernel for weights or pages like ``operand``: float32, or the bits of bfloat16."""
+    return f"{kernel}_{'f32' if operand.dtype == np.float32 else 'bf16'}"
+
+
 def function(name: str) -> ctypes._NamedFuncPointer:
     """One of the library's packers: (matrix address, packed address, outputs, inputs)."""
     assert _loaded is not None and name in _PACKERS
@@ -83,21 +90,27 @@ def function(name: str) -> ctypes._NamedFuncPointer:
     return found
 
 
-def _compile(source: str) -> bytes | None:
+def sources() -> list[pathlib.Path]:
+    """The C++ files, headers last."""
+    here = pathlib.Path(__file__).parent
+    return [*sorted(here.glob("*.cc")), *sorted(here.glob("*.h"))]
+
+
+def _compile() -> bytes | None:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        logging.warning("no C++ compiler (%s): dense products are XLA's own, which are slower", ", ".join(_COMPILERS))
+        logging.warning("no C++ compiler (%s): XLA's own operations serve, which are slower", ", ".join(_COMPILERS))
         return None
     with tempfile.TemporaryDirectory() as folder:
-        code, made = pathlib.Path(folder) / "dense_product.cc", pathlib.Path(folder) / FILE
-        code.write_text(source)
-        command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(code), "-o", str(made)]
+        made = pathlib.Path(folder) / FILE
+        files = [str(file) for file in sources() if file.suffix == ".cc"]
+        command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), *files, "-o", str(made)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
             return made.read_bytes()
         except (OSError, subprocess.SubprocessError) as error:
             words = (getattr(error, "stderr", None) or str(error)).strip()
-            logging.warning("%s cannot compile dense products, XLA's own serve: %s", compiler, words[-500:])
+            logging.warning("%s cannot compile the CPU kernels, XLA's own operations serve: %s", compiler, words[-500:])
             return None
 
 

@@ -1,9 +1,8 @@
-"""Dense products for the CPU target on weights that lie packed in panels, through our own code under ``jax.ffi``.
+"""Dense products on weights that lie packed in panels.
 
-XLA's CPU backend packs a weight anew in every product, and its sums depend on the processor and the number of rows
-(on processors with AMX in bfloat16).  Here a weight is packed once, when it is loaded, and an output is one sum over
-the inputs in order, whatever the number of rows.  ``library`` compiles the code, ``dense_product.cc``, with the host's
-C++ compiler; where there is none, XLA's own products serve.
+XLA's CPU backend packs a weight anew in every product, and on processors with AMX the order of its sums depends on
+the number of rows.  Here a weight is packed once, when it is loaded, and an output is one sum over the inputs in
+order, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precast.kernels_pallas.dense_product import library
+from precast.kernels_pallas.native import library
 
 # As in dense_product.cc.
 PANEL, INPUTS = 32, 32
-DTYPES = ("float32", "bfloat16")
 
 
 def packed_shape(outputs: int, inputs: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -37,12 +35,8 @@ def pack(matrix: np.ndarray, out: np.ndarray) -> None:
 
 def dense_product(x: jax.Array, packed: jax.Array, outputs: int) -> jax.Array:
     """``[rows, inputs]`` times a packed matrix: ``[rows, outputs]`` float32; x is rounded to the matrix's dtype."""
-    is_float = packed.dtype == np.float32
-    call = jax.ffi.ffi_call(
-        library.TARGETS[0] if is_float else library.TARGETS[1],
-        jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
-    )
-    return call(x.astype(jnp.float32 if is_float else jnp.bfloat16), packed)
+    call = jax.ffi.ffi_call(library.target(library.DENSE, packed), jax.ShapeDtypeStruct((len(x), outputs), jnp.float32))
+    return call(x.astype(jnp.float32 if packed.dtype == np.float32 else jnp.bfloat16), packed)
 
 
 def packed_rows(packed: jax.Array, indices: jax.Array, inputs: int) -> jax.Array:
