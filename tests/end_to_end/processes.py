@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import re
 import signal
@@ -68,12 +69,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(model, folder, *flags):
+def server(model, folder, *flags, **environment):
     """Starts runtime-serve on free ports; kills it at the end if it is still there."""
     log = pathlib.Path(folder) / f"server-{time.monotonic_ns()}.log"
     command = [BIN / "runtime-serve", f"--model={model}", "--port=0", "--metrics_port=0", *flags]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=output, text=True, env=os.environ | environment
+        )
     with process:
         try:
             ready_line = process.stdout.readline()

@@ -41,7 +41,7 @@ def test_a_table_and_the_memory_are_printed(compiled):
     assert re.search(r"at most \d\.\d GiB of this host's memory", output)
     assert re.search(r"manifest sha256 [0-9a-f]{64}$", output, re.MULTILINE)
     assert sorted(file.name for file in out.iterdir()) == [
-        "executables", "exported", "manifest.json", "manifest.sha256", "seen.json", "trees.pickle",
+        "executables", "exported", "manifest.json", "manifest.sha256", "native.so", "seen.json", "trees.pickle",
     ]  # fmt: skip
 
 
@@ -58,6 +58,20 @@ def test_a_server_starts_from_a_pinned_plan_with_the_plans_settings(compiled, ti
         assert output_ids(stub.Generate(request)) == output_ids(other.Generate(request))
         assert server.metric("vllm:compiles_after_ready_total") == 0
         assert server.stop() == 0
+
+
+def test_a_host_without_a_compiler_serves_a_plan_and_compiles_one(compiled, tiny, tmp_path):
+    """The plan carries the kernels' library; without a plan XLA's operations serve, with the same tokens."""
+    out, _ = compiled
+    request = generate([5, 6, 7], max_tokens=9, temperature=0.9, seed=3)
+    tokens = []
+    host = {"PATH": "", "HOME": str(tmp_path)}
+    for flags in ([f"--plan={out}"], [f"--plan_dir={tmp_path / 'plans'}", *FLAGS]):
+        with processes.server(tiny, tmp_path, *flags, **host) as server, server.stub() as stub:
+            tokens.append(output_ids(stub.Generate(request)))
+            assert ("no C++ compiler" in server.log.read_text()) == (len(tokens) == 2)
+            assert server.stop() == 0
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Engines from plans: kept beside the model, or given; whatever does not fit is refused by name."""
 
+import hashlib
+import json
 import multiprocessing
+import shutil
 import tempfile
 
 import pytest
@@ -13,6 +16,7 @@ from precast.runtime.machine import Machine
 from precast.runtime.request import SamplingParams
 
 SETTINGS = {"dtype": "float32", "slots": 2, "max_model_len": 32, "page_size": 4, "token_budget": 12}
+DECODE = "backbone-2x1+0"
 REQUESTS = [([10, 11, 12], SamplingParams(seed=1, max_tokens=5))]
 
 
@@ -53,6 +57,39 @@ def test_a_plan_is_kept_and_found_again(model, run, tmp_path, monkeypatch):
     engine = start(model, **settings)
     assert run(engine, REQUESTS)[0, 0].token_ids == first.token_ids
     assert engine.stats().compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_xlas_own_operations_serve_where_there_is_no_library(model, run, tmp_path, monkeypatch, dtype):
+    """With other plans, other weights in memory and the same words."""
+    settings = SETTINGS | {"plan_dir": str(tmp_path), "dtype": dtype}
+    expected = run(start(model, **settings), REQUESTS)[0, 0].token_ids
+    monkeypatch.setattr(planning, "own_library", lambda: None)
+    engine = start(model, **settings)
+    assert run(engine, REQUESTS)[0, 0].token_ids == expected
+    calls = [call for program in engine.plan.manifest["programs"].values() for call in program["custom_calls"]]
+    assert not any(call.startswith("precast_") for call in calls)
+
+
+def test_a_plan_has_the_kernels_in_it(given):
+    (backbone,) = (program for name, program in manifest.read(given).manifest["programs"].items() if name == DECODE)
+    layers = 2
+    assert backbone["custom_calls"] == {
+        "precast_dense_f32": 4 * layers, "precast_cpu_attention_f32": layers, "precast_cpu_write_f32": layers
+    }  # fmt: skip
+
+
+def test_another_library_than_the_process_has_is_refused(model, given, tmp_path):
+    (tmp_path / "plan").mkdir()
+    shutil.copytree(given, tmp_path / "plan", dirs_exist_ok=True)
+    (tmp_path / "plan" / "native.so").write_bytes(b"another")
+    about = json.loads((given / "manifest.json").read_bytes())
+    about["facts"]["native_library"] = hashlib.sha256(b"another").hexdigest()
+    for name in ("manifest.json", "manifest.sha256"):
+        (tmp_path / "plan" / name).unlink()
+    manifest.seal(tmp_path / "plan", {name: about[name] for name in about.keys() - {"format", "files"}})
+    with pytest.raises(manifest.PlanError, match=r"native.so is another than the one that this process has loaded"):
+        start(model, plan=str(tmp_path / "plan"))
 
 
 @pytest.mark.parametrize(
