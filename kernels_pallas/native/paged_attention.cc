@@ -66,20 +66,19 @@ struct Running {
     std::fill(row, row + low, kMasked), std::fill(row + high, row + score_stride, kMasked);
     Floats most = Spread(top[s]);
     for (int64_t t = 0; t < score_stride; t += kVector) most = Larger(Load(row + t), most);
-    float lanes[kVector];
-    Store(lanes, most);
-    float new_top = *std::max_element(lanes, lanes + kVector);
+    float new_top = Largest(most);
     for (int64_t t = 0; t < score_stride; t += kVector) Store(row + t, Exp(Load(row + t) - Spread(new_top)));
     std::fill(row, row + low, 0.f), std::fill(row + high, row + score_stride, 0.f);
     Floats sum = Spread(0.f);
     for (int64_t t = 0; t < score_stride; t += kVector) sum = sum + Load(row + t);
-    Store(lanes, sum);
-    float added = 0;
-    for (float lane : lanes) added += lane;
-    Floats shrink = Exp(Spread(top[s] - new_top));
-    top[s] = new_top, total[s] = std::fma(total[s], Lane(shrink), added);
+    if (new_top != top[s]) Shrink(s, Exp(Spread(top[s] - new_top)));
+    top[s] = new_top, total[s] += Sum(sum);
+  }
+
+  void Shrink(int64_t s, Floats factor) {
+    total[s] *= Lane(factor);
     float* sums = &mixed[s * mixed_stride];
-    for (int64_t d = 0; d < mixed_stride; d += kVector) Store(sums + d, Load(sums + d) * shrink);
+    for (int64_t d = 0; d < mixed_stride; d += kVector) Store(sums + d, Load(sums + d) * factor);
   }
 
   // cap * tanh(x / cap), by tanh y = 1 - 2 / (e^2y + 1).

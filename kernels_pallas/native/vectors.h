@@ -50,6 +50,8 @@ inline Floats MultiplyAdd(Floats x, Floats y, Floats sum) { return _mm512_fmadd_
 inline Floats Larger(Floats x, Floats y) { return _mm512_max_ps(x, y); }
 inline Floats Rounded(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Floats TimesPowerOf2(Floats x, Floats power) { return _mm512_scalef_ps(x, power); }
+inline float Largest(Floats x) { return _mm512_reduce_max_ps(x); }
+inline float Sum(Floats x) { return _mm512_reduce_add_ps(x); }
 inline Floats LowHalves(Floats pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)); }
 inline Floats HighHalves(Floats pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), _mm512_set1_epi32(0xffff0000)));
@@ -66,6 +68,16 @@ inline Floats Rounded(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEARES
 inline Floats TimesPowerOf2(Floats x, Floats power) {
   __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127));
   return x * _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+inline float Largest(Floats x) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+inline float Sum(Floats x) {
+  __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
+  four = four + _mm_movehl_ps(four, four);
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 inline Floats LowHalves(Floats pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16)); }
 inline Floats HighHalves(Floats pairs) {
@@ -84,6 +96,8 @@ inline Floats Each(F f) { return Floats{f(0), f(1), f(2), f(3)}; }
 inline Floats Larger(Floats x, Floats y) { return Each([&](int i) { return x[i] > y[i] ? x[i] : y[i]; }); }
 inline Floats Rounded(Floats x) { return Each([&](int i) { return std::nearbyint(x[i]); }); }
 inline Floats TimesPowerOf2(Floats x, Floats n) { return Each([&](int i) { return std::ldexp(x[i], int(n[i])); }); }
+inline float Largest(Floats x) { return std::max(std::max(x[0], x[1]), std::max(x[2], x[3])); }
+inline float Sum(Floats x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 inline Floats LowHalves(Floats pairs) { return reinterpret_cast<Floats>(reinterpret_cast<Words>(pairs) << 16); }
 inline Floats HighHalves(Floats pairs) { return reinterpret_cast<Floats>(reinterpret_cast<Words>(pairs) & 0xffff0000u); }
 #endif
