@@ -97,6 +97,9 @@ def _custom_call_bytes(call: Instruction, operands: list[tuple[Array, ...]]) -> 
     if f'"{library.ATTENTION}_' in call.attributes:
         # How much of the pages is read depends on the contexts.
         inputs |= {1, 2}
+    if f'"{library.ROWS}_' in call.attributes:
+        # Of the table as much as is written.
+        inputs.add(0)
     if "__cublas$" in call.attributes and len(call.arrays) > 1:
         outputs.add(len(call.arrays) - 1)
     total = sum(_device_bytes(arrays) for n, arrays in enumerate(operands) if n not in inputs)

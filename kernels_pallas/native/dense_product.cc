@@ -22,7 +22,7 @@ constexpr int kInputs = 32;
 constexpr int64_t kLeastShared = 1 << 17;
 
 template <typename T>
-using StepOf = std::conditional_t<std::is_same_v<T, float>, Single, Pair>;
+using StepOf = std::conditional_t<std::is_same_v<T, float>, Single<float>, Pair>;
 
 template <typename T>
 inline int64_t PaddedInputs(int64_t inputs) {
@@ -158,6 +158,29 @@ ffi::Error Dense(ffi::ThreadPool pool, ffi::Buffer<kX> x, ffi::Buffer<kWeight> w
   return ffi::Error::Success();
 }
 
+// Rows of a packed matrix: one number, or pair, from each of many places, of which a processor fetches several at once.
+template <typename T, ffi::DataType kWeight>
+ffi::Error Rows(ffi::ThreadPool pool, ffi::Buffer<kWeight> weight, ffi::Buffer<ffi::S32> indices,
+                ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  constexpr int kStep = StepOf<T>::kStep;
+  auto packed = weight.dimensions(), result = out->dimensions();
+  int64_t panel_inputs = packed[1] * kStep, inputs = result[1];
+  if (packed.size() != 2 + kStep || result[0] != static_cast<int64_t>(indices.element_count()) ||
+      PaddedInputs<T>(inputs) != panel_inputs)
+    return ffi::Error::InvalidArgument("rows of a packed matrix: out has other numbers of rows or inputs");
+  const T* from = reinterpret_cast<const T*>(weight.typed_data());
+  const int32_t* ids = indices.typed_data();
+  float* to = out->typed_data();
+  int64_t last = packed[0] * kPanel - 1;
+  Share(pool, result[0], result[0] > 4, [=](int64_t row) {
+    int64_t id = std::clamp<int64_t>(ids[row], 0, last);
+    const T* place = from + id / kPanel * kPanel * panel_inputs + id % kPanel * kStep;
+    for (int64_t k = 0; k < inputs; ++k)
+      to[row * inputs + k] = Widened(place[k / kStep * kStep * kPanel + k % kStep]);
+  });
+  return ffi::Error::Success();
+}
+
 // A panel at a time: kPanel rows of the matrix are read side by side, the panel is written in order.
 template <typename T>
 void Pack(const T* matrix, T* packed, int64_t outputs, int64_t inputs) {
@@ -195,4 +218,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_dense_bf16, (precast::Dense<precast::bfloa
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_rows_f32, (precast::Rows<float, ffi::F32>),
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_rows_bf16, (precast::Rows<precast::bfloat16, ffi::U16>),
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

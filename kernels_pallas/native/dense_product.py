@@ -41,8 +41,5 @@ def dense_product(x: jax.Array, packed: jax.Array, outputs: int) -> jax.Array:
 
 def packed_rows(packed: jax.Array, indices: jax.Array, inputs: int) -> jax.Array:
     """Rows ``indices [n]`` of a packed matrix, ``[n, inputs]`` float32."""
-    panel, place = indices // PANEL, indices % PANEL
-    if packed.dtype == np.float32:
-        return packed[panel, :, place]
-    bits = packed[panel, :, place].reshape(indices.shape[0], -1)[:, :inputs]
-    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+    result = jax.ShapeDtypeStruct((indices.shape[0], inputs), jnp.float32)
+    return jax.ffi.ffi_call(library.target(library.ROWS, packed), result)(packed, indices)

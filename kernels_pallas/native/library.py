@@ -22,8 +22,8 @@ from absl import logging
 
 FILE = "native.so"
 # Custom calls in a program, as ``jax.ffi`` knows them.
-DENSE, ATTENTION, WRITE = "precast_dense", "precast_cpu_attention", "precast_cpu_write"
-TARGETS = tuple(f"{kernel}_{kind}" for kernel in (DENSE, ATTENTION, WRITE) for kind in ("f32", "bf16"))
+DENSE, ROWS, ATTENTION, WRITE = "precast_dense", "precast_rows", "precast_cpu_attention", "precast_cpu_write"
+TARGETS = tuple(f"{kernel}_{kind}" for kernel in (DENSE, ROWS, ATTENTION, WRITE) for kind in ("f32", "bf16"))
 _PACKERS = ("precast_pack_f32", "precast_pack_bf16")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")

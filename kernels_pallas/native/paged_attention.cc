@@ -25,19 +25,28 @@ struct Options {
 
 inline int64_t Padded(int64_t size) { return (size + kVector - 1) / kVector * kVector; }
 
-// A matrix of a page as float32 rows of whole vectors: where it lies, or a copy.
-inline const float* Widen(const float* from, int64_t rows, int64_t columns, std::vector<float>& copy) {
-  if (columns == Padded(columns)) return from;
+// A matrix of a page in rows of whole vectors of To: where it lies, or a copy.
+template <typename To, typename T>
+inline const To* WholeVectors(const T* from, int64_t rows, int64_t columns, std::vector<To>& copy) {
+  if constexpr (std::is_same_v<To, T>)
+    if (columns == Padded(columns)) return from;
   copy.resize(rows * Padded(columns));
-  for (int64_t i = 0; i < rows; ++i) std::memcpy(&copy[i * Padded(columns)], from + i * columns, columns * 4);
+  for (int64_t i = 0; i < rows; ++i) {
+    int64_t j = 0;
+    if constexpr (std::is_same_v<To, float>)
+      for (; j + kVector <= columns; j += kVector) Store(&copy[i * Padded(columns) + j], Load(from + i * columns + j));
+    for (; j < columns; ++j) {
+      if constexpr (std::is_same_v<To, T>)
+        copy[i * Padded(columns) + j] = from[i * columns + j];
+      else
+        copy[i * Padded(columns) + j] = Widened(from[i * columns + j]);
+    }
+  }
   return copy.data();
 }
 
-inline const float* Widen(const bfloat16* from, int64_t rows, int64_t columns, std::vector<float>& copy) {
-  copy.resize(rows * Padded(columns));
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) copy[i * Padded(columns) + j] = Widened(from[i * columns + j]);
-  return copy.data();
+inline void Fetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
 }
 
 inline float Lane(Floats x) {
@@ -103,7 +112,7 @@ struct Attention {
   float* out;
 
   void operator()(int64_t item) const {
-    static thread_local std::vector<float> stacked, key_copy, value_copy;
+    static thread_local std::vector<float> stacked;
     static thread_local Running running;
     int64_t row = item / sizes.kv_heads, head = item % sizes.kv_heads, group = sizes.group();
     int64_t context = context_lens[row], start = starts[row];
@@ -120,10 +129,14 @@ struct Attention {
                      &stacked[i * group * sizes.head_dim], [this](float x) { return x * options.scale; });
     running.Start(sizes, live * group, options.sinks ? options.sinks + head * group : nullptr);
     int64_t first = options.window ? std::max<int64_t>(0, start - options.window + 1) : 0;
+    auto id = [&](int64_t page) { return table[row * sizes.width + page] * sizes.kv_heads + head; };
     for (int64_t page = first / sizes.page_size; page * sizes.page_size < context; ++page) {
-      int64_t id = static_cast<int64_t>(table[row * sizes.width + page]) * sizes.kv_heads + head;
-      TakePage(running, stacked.data(), live, start, page * sizes.page_size, context, keys + id * KeySize(),
-               values + id * ValueSize(), key_copy, value_copy);
+      if ((page + 1) * sizes.page_size < context) {
+        Fetch(keys + id(page + 1) * KeySize(), KeySize() * sizeof(T));
+        Fetch(values + id(page + 1) * ValueSize(), ValueSize() * sizeof(T));
+      }
+      TakePage(running, stacked.data(), live, start, page * sizes.page_size, context, keys + id(page) * KeySize(),
+               values + id(page) * ValueSize());
     }
     for (int64_t i = 0; i < live; ++i)
       for (int64_t g = 0; g < group; ++g) {
@@ -139,26 +152,39 @@ struct Attention {
 
   // The page that begins at position ``begin``, for the queries that see some of it.
   void TakePage(Running& running, const float* stacked, int64_t live, int64_t start, int64_t begin, int64_t context,
-                const T* key_page, const T* value_page, std::vector<float>& key_copy,
-                std::vector<float>& value_copy) const {
-    int64_t group = sizes.group(), size = std::min(sizes.page_size, context - begin);
+                const T* key_page, const T* value_page) const {
+    int64_t size = std::min(sizes.page_size, context - begin);
     int64_t from = std::clamp<int64_t>(begin - start, 0, live), to = live;
     if (options.window) to = std::clamp<int64_t>(begin + size - 1 + options.window - start, from, live);
     if (from == to) return;
-    const float* key = Widen(key_page, sizes.head_dim, sizes.page_size, key_copy);
-    const float* value = Widen(value_page, size, sizes.value_dim, value_copy);
+    // What many queries read is widened once, for few of them as it is read.
+    if ((to - from) * sizes.group() > kMostRows)
+      Take<float>(running, stacked, from, to, start, begin, size, key_page, value_page);
+    else
+      Take<T>(running, stacked, from, to, start, begin, size, key_page, value_page);
+  }
+
+  // For queries ``from`` to ``to``, with the page's numbers as To; the page has ``size`` tokens.
+  template <typename To>
+  void Take(Running& running, const float* stacked, int64_t from, int64_t to, int64_t start, int64_t begin,
+            int64_t size, const T* key_page, const T* value_page) const {
+    static thread_local std::vector<To> key_copy, value_copy;
+    int64_t group = sizes.group(), rows = (to - from) * group;
+    const To* key = WholeVectors(key_page, sizes.head_dim, sizes.page_size, key_copy);
+    const To* value = WholeVectors(value_page, size, sizes.value_dim, value_copy);
     float* scores = &running.scores[from * group * running.score_stride];
-    Multiply<Single, false>({stacked + from * group * sizes.head_dim, sizes.head_dim, sizes.head_dim, key,
-                             running.score_stride, scores, running.score_stride},
-                            (to - from) * group, sizes.page_size);
+    float* mixed = &running.mixed[from * group * running.mixed_stride];
+    Multiply<Single<To>, false>({stacked + from * group * sizes.head_dim, sizes.head_dim, sizes.head_dim, key,
+                                 running.score_stride, scores, running.score_stride},
+                                rows, sizes.page_size);
     for (int64_t s = from * group; s < to * group; ++s) {
       int64_t position = start + s / group;
       int64_t low = options.window ? std::max<int64_t>(0, position - options.window + 1 - begin) : 0;
       running.Take(s, low, std::min(size, position + 1 - begin), options.soft_cap);
     }
-    Multiply<Single, true>({scores, running.score_stride, size, value, running.mixed_stride,
-                            &running.mixed[from * group * running.mixed_stride], running.mixed_stride},
-                           (to - from) * group, running.mixed_stride);
+    Multiply<Single<To>, true>(
+        {scores, running.score_stride, size, value, running.mixed_stride, mixed, running.mixed_stride}, rows,
+        running.mixed_stride);
   }
 };
 
@@ -190,9 +216,9 @@ inline void Encode(float x, bfloat16& to) {
 
 // keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, value_dim] go to pages [tokens] at offsets [tokens].
 template <typename T, ffi::DataType kPages>
-ffi::Error Write(ffi::Buffer<kPages> key_pages, ffi::Buffer<kPages> value_pages, ffi::Buffer<ffi::F32> keys,
-                 ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> offsets,
-                 ffi::Result<ffi::Buffer<kPages>> key_out, ffi::Result<ffi::Buffer<kPages>> value_out) {
+ffi::Error Write(ffi::ThreadPool pool, ffi::Buffer<kPages> key_pages, ffi::Buffer<kPages> value_pages,
+                 ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> pages,
+                 ffi::Buffer<ffi::S32> offsets, ffi::Result<ffi::Buffer<kPages>> key_out, ffi::Result<ffi::Buffer<kPages>> value_out) {
   auto k = key_pages.dimensions(), v = value_pages.dimensions();
   int64_t tokens = pages.element_count(), heads = k[1], head_dim = k[2], page_size = k[3], value_dim = v[3];
   if (static_cast<int64_t>(keys.element_count()) != tokens * heads * head_dim ||
@@ -202,14 +228,19 @@ ffi::Error Write(ffi::Buffer<kPages> key_pages, ffi::Buffer<kPages> value_pages,
     return ffi::Error::Internal("cache write: the pages are not updated in place");
   T* key_to = reinterpret_cast<T*>(key_out->typed_data());
   T* value_to = reinterpret_cast<T*>(value_out->typed_data());
-  const float* key = keys.typed_data();
-  const float* value = values.typed_data();
-  for (int64_t token = 0; token < tokens; ++token)
-    for (int64_t head = 0; head < heads; ++head) {
-      int64_t id = pages.typed_data()[token] * heads + head, offset = offsets.typed_data()[token];
-      for (int64_t d = 0; d < head_dim; ++d) Encode(*key++, key_to[(id * head_dim + d) * page_size + offset]);
-      for (int64_t d = 0; d < value_dim; ++d) Encode(*value++, value_to[(id * page_size + offset) * value_dim + d]);
+  const float* new_keys = keys.typed_data();
+  const float* new_values = values.typed_data();
+  const int32_t* ids = pages.typed_data();
+  const int32_t* places = offsets.typed_data();
+  Share(pool, heads, tokens > 4, [=](int64_t head) {
+    for (int64_t token = 0; token < tokens; ++token) {
+      int64_t id = ids[token] * heads + head, offset = places[token];
+      const float* key = new_keys + (token * heads + head) * head_dim;
+      const float* value = new_values + (token * heads + head) * value_dim;
+      for (int64_t d = 0; d < head_dim; ++d) Encode(key[d], key_to[(id * head_dim + d) * page_size + offset]);
+      for (int64_t d = 0; d < value_dim; ++d) Encode(value[d], value_to[(id * page_size + offset) * value_dim + d]);
     }
+  });
   return ffi::Error::Success();
 }
 
@@ -237,6 +268,7 @@ namespace ffi = xla::ffi;
 #define PRECAST_WRITE(name, T, kPages)                                           \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (precast::Write<T, kPages>),               \
                                 ffi::Ffi::Bind()                                 \
+                                    .Ctx<ffi::ThreadPool>()                      \
                                     .Arg<ffi::Buffer<kPages>>()                  \
                                     .Arg<ffi::Buffer<kPages>>()                  \
                                     .Arg<ffi::Buffer<ffi::F32>>()                \

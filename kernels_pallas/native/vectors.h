@@ -44,6 +44,10 @@ inline float Widened(float x) { return x; }
 constexpr int kVector = 16, kVectors = 2, kMostRows = 12;
 using Floats = __m512;
 inline Floats Load(const float* from) { return _mm512_loadu_ps(from); }
+inline Floats Load(const bfloat16* from) {
+  __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+}
 inline void Store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline Floats Spread(float x) { return _mm512_set1_ps(x); }
 inline Floats MultiplyAdd(Floats x, Floats y, Floats sum) { return _mm512_fmadd_ps(x, y, sum); }
@@ -60,6 +64,10 @@ inline Floats HighHalves(Floats pairs) {
 constexpr int kVector = 8, kVectors = 2, kMostRows = 6;
 using Floats = __m256;
 inline Floats Load(const float* from) { return _mm256_loadu_ps(from); }
+inline Floats Load(const bfloat16* from) {
+  __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
 inline void Store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
 inline Floats Spread(float x) { return _mm256_set1_ps(x); }
 inline Floats MultiplyAdd(Floats x, Floats y, Floats sum) { return _mm256_fmadd_ps(x, y, sum); }
@@ -88,6 +96,9 @@ constexpr int kVector = 4, kVectors = 2, kMostRows = 4;
 using Floats = float __attribute__((vector_size(4 * kVector)));
 using Words = uint32_t __attribute__((vector_size(4 * kVector)));
 inline Floats Load(const float* from) { return Floats{from[0], from[1], from[2], from[3]}; }
+inline Floats Load(const bfloat16* from) {
+  return Floats{Widened(from[0]), Widened(from[1]), Widened(from[2]), Widened(from[3])};
+}
 inline void Store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 inline Floats Spread(float x) { return Floats{x, x, x, x}; }
 inline Floats MultiplyAdd(Floats x, Floats y, Floats sum) { return sum + x * y; }
@@ -117,10 +128,12 @@ inline Floats Exp(Floats x) {
 
 // A step of a sum: the products of one input, or of two where a matrix keeps pairs of bfloat16 together; ``left``
 // says whether there is a second one.
+template <typename T>
 struct Single {
   using Input = float;
-  using Weight = float;
+  using Weight = T;
   static constexpr int kStep = 1;
+  static Floats Weights(const T* from) { return Load(from); }
   static Floats Add(const float* x, int64_t, Floats weights, Floats sum) {
     return MultiplyAdd(Spread(*x), weights, sum);
   }
@@ -129,6 +142,7 @@ struct Single {
 struct Pair {
   using Weight = bfloat16;
   static constexpr int kStep = 2;
+  static Floats Weights(const bfloat16* from) { return Load(reinterpret_cast<const float*>(from)); }
 #ifdef __AVX512BF16__
   using Input = bfloat16;
   static Floats Add(const bfloat16* x, int64_t left, Floats weights, Floats sum) {
@@ -172,8 +186,7 @@ inline void Block(const Product<Step>& product, int64_t row, int64_t column, int
   for (int64_t k = 0; k < product.inputs; k += Step::kStep, matrix += product.matrix_stride) {
     Floats weights[kColumns];
 #pragma GCC unroll 16
-    for (int j = 0; j < kColumns; ++j)
-      weights[j] = Load(reinterpret_cast<const float*>(matrix + j * kVector * Step::kStep));
+    for (int j = 0; j < kColumns; ++j) weights[j] = Step::Weights(matrix + j * kVector * Step::kStep);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 16
