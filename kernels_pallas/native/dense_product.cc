@@ -164,8 +164,10 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::Buffer<kWeight> weight, ffi::Buffer<f
                 ffi::Result<ffi::Buffer<ffi::F32>> out) {
   constexpr int kStep = StepOf<T>::kStep;
   auto packed = weight.dimensions(), result = out->dimensions();
+  if (packed.size() != 2 + kStep || result.size() != 2)
+    return ffi::Error::InvalidArgument("rows of a packed matrix: out must be a matrix, weight packed");
   int64_t panel_inputs = packed[1] * kStep, inputs = result[1];
-  if (packed.size() != 2 + kStep || result[0] != static_cast<int64_t>(indices.element_count()) ||
+  if (result[0] != static_cast<int64_t>(indices.element_count()) ||
       PaddedInputs<T>(inputs) != panel_inputs)
     return ffi::Error::InvalidArgument("rows of a packed matrix: out has other numbers of rows or inputs");
   const T* from = reinterpret_cast<const T*>(weight.typed_data());

@@ -26,8 +26,10 @@ DENSE, ROWS, ATTENTION, WRITE = "precast_dense", "precast_rows", "precast_cpu_at
 TARGETS = tuple(f"{kernel}_{kind}" for kernel in (DENSE, ROWS, ATTENTION, WRITE) for kind in ("f32", "bf16"))
 _PACKERS = ("precast_pack_f32", "precast_pack_bf16")
 _COMPILERS = ("c++", "g++", "clang++")
+# Without warnings: GCC 12 has false ones in its own headers of intrinsics.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
 _SECONDS = 300
+_DIGEST = 32
 _lock = threading.Lock()
 _loaded: tuple[bytes, ctypes.CDLL] | None = None
 
@@ -46,11 +48,8 @@ def build(folder: pathlib.Path, processor: str) -> bytes | None:
     source = "\0".join(file.read_text() for file in sources())
     facts = "\0".join([source, processor, jaxlib.version.__version__, *_FLAGS])
     kept = folder / f"native-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
-    try:
-        return kept.read_bytes()
-    except OSError:
-        content = _compile()
-    if content is not None:
+    content = _kept(kept) or _compile()
+    if content is not None and not kept.exists():
         _keep(kept, content)
     return content
 
@@ -114,11 +113,27 @@ def _compile() -> bytes | None:
             return None
 
 
+def _kept(path: pathlib.Path) -> bytes | None:
+    """What ``_keep`` wrote; a damaged file is removed, since a process that loads one may end by it."""
+    try:
+        content, digest = (whole := path.read_bytes())[:-_DIGEST], whole[-_DIGEST:]
+        if hashlib.sha256(content).digest() == digest:
+            return content
+        logging.warning("%s is damaged and is made again", path)
+        path.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logging.warning("%s cannot be read and is made again: %s", path, error)
+    return None
+
+
 def _keep(path: pathlib.Path, content: bytes) -> None:
+    """Writes the library and its SHA-256."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
+            file.write(content + hashlib.sha256(content).digest())
         os.replace(file.name, path)
     except OSError as error:
         logging.warning("%s cannot be kept for the next start: %s", path, error)

@@ -75,6 +75,16 @@ def test_a_library_is_made_once(tmp_path, monkeypatch):
     assert library.build(tmp_path, "another one") is None
 
 
+def test_a_damaged_library_is_made_again(tmp_path):
+    made = library.build(tmp_path, "this one")
+    (kept,) = tmp_path.iterdir()
+    whole = kept.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:100] + b"x" + whole[101:], b""):
+        kept.write_bytes(damaged)
+        assert library.build(tmp_path, "this one") == made
+        assert kept.read_bytes() == whole
+
+
 def test_what_cannot_be_compiled_or_loaded_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "_FLAGS", ("--no-such-flag",))
     assert library.build(tmp_path, "this one") is None
