@@ -18,6 +18,8 @@ namespace {
 
 constexpr int kPanel = 32;
 constexpr int kInputs = 32;
+// Bytes. A processor fetches a stream ahead by itself, but not beyond the end of a page of memory.
+constexpr int64_t kAhead = 8192;
 // Products smaller than this are not worth a second thread.
 constexpr int64_t kLeastShared = 1 << 17;
 
@@ -137,8 +139,9 @@ void Run(ffi::ThreadPool& pool, const T* x, const T* weight, float* out, Shape s
     inputs = widened.data();
   }
   Share(pool, shape.Panels(), shape.IsShared(), [=](int64_t panel) {
-    Product<Step> product{inputs, shape.inputs, shape.inputs, weight + panel * panel_size, kPanel * Step::kStep,
-                          out + panel * kPanel, shape.outputs};
+    const T* matrix = weight + panel * panel_size;
+    Product<Step> product{inputs, shape.inputs, shape.inputs, matrix, matrix + kAhead / sizeof(T),
+                          kPanel * Step::kStep, out + panel * kPanel, shape.outputs};
     Multiply<Step, false>(product, shape.rows, columns(panel));
   });
 }

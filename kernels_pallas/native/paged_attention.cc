@@ -45,10 +45,6 @@ inline const To* WholeVectors(const T* from, int64_t rows, int64_t columns, std:
   return copy.data();
 }
 
-inline void Fetch(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
-}
-
 inline float Lane(Floats x) {
   float lanes[kVector];
   Store(lanes, x);
@@ -130,14 +126,9 @@ struct Attention {
     running.Start(sizes, live * group, options.sinks ? options.sinks + head * group : nullptr);
     int64_t first = options.window ? std::max<int64_t>(0, start - options.window + 1) : 0;
     auto id = [&](int64_t page) { return table[row * sizes.width + page] * sizes.kv_heads + head; };
-    for (int64_t page = first / sizes.page_size; page * sizes.page_size < context; ++page) {
-      if ((page + 1) * sizes.page_size < context) {
-        Fetch(keys + id(page + 1) * KeySize(), KeySize() * sizeof(T));
-        Fetch(values + id(page + 1) * ValueSize(), ValueSize() * sizeof(T));
-      }
-      TakePage(running, stacked.data(), live, start, page * sizes.page_size, context, keys + id(page) * KeySize(),
-               values + id(page) * ValueSize());
-    }
+    for (int64_t page = first / sizes.page_size; page * sizes.page_size < context; ++page)
+      TakePage(running, stacked.data(), live, start, page * sizes.page_size, context, id(page),
+               (page + 1) * sizes.page_size < context ? id(page + 1) : id(page));
     for (int64_t i = 0; i < live; ++i)
       for (int64_t g = 0; g < group; ++g) {
         int64_t s = i * group + g;
@@ -152,29 +143,37 @@ struct Attention {
 
   // The page that begins at position ``begin``, for the queries that see some of it.
   void TakePage(Running& running, const float* stacked, int64_t live, int64_t start, int64_t begin, int64_t context,
-                const T* key_page, const T* value_page) const {
+                int64_t page, int64_t next) const {
     int64_t size = std::min(sizes.page_size, context - begin);
     int64_t from = std::clamp<int64_t>(begin - start, 0, live), to = live;
     if (options.window) to = std::clamp<int64_t>(begin + size - 1 + options.window - start, from, live);
     if (from == to) return;
     // What many queries read is widened once, for few of them as it is read.
     if ((to - from) * sizes.group() > kMostRows)
-      Take<float>(running, stacked, from, to, start, begin, size, key_page, value_page);
+      Take<float>(running, stacked, from, to, start, begin, size, page, next);
     else
-      Take<T>(running, stacked, from, to, start, begin, size, key_page, value_page);
+      Take<T>(running, stacked, from, to, start, begin, size, page, next);
   }
 
   // For queries ``from`` to ``to``, with the page's numbers as To; the page has ``size`` tokens.
   template <typename To>
   void Take(Running& running, const float* stacked, int64_t from, int64_t to, int64_t start, int64_t begin,
-            int64_t size, const T* key_page, const T* value_page) const {
+            int64_t size, int64_t page, int64_t next) const {
     static thread_local std::vector<To> key_copy, value_copy;
     int64_t group = sizes.group(), rows = (to - from) * group;
+    const T* key_page = keys + page * KeySize();
+    const T* value_page = values + page * ValueSize();
     const To* key = WholeVectors(key_page, sizes.head_dim, sizes.page_size, key_copy);
     const To* value = WholeVectors(value_page, size, sizes.value_dim, value_copy);
+    const To* next_key = key;
+    const To* next_value = value;
+    if constexpr (std::is_same_v<To, T>) {
+      if (key == key_page) next_key = keys + next * KeySize();
+      if (value == value_page) next_value = values + next * ValueSize();
+    }
     float* scores = &running.scores[from * group * running.score_stride];
     float* mixed = &running.mixed[from * group * running.mixed_stride];
-    Multiply<Single<To>, false>({stacked + from * group * sizes.head_dim, sizes.head_dim, sizes.head_dim, key,
+    Multiply<Single<To>, false>({stacked + from * group * sizes.head_dim, sizes.head_dim, sizes.head_dim, key, next_key,
                                  running.score_stride, scores, running.score_stride},
                                 rows, sizes.page_size);
     for (int64_t s = from * group; s < to * group; ++s) {
@@ -183,7 +182,7 @@ struct Attention {
       running.Take(s, low, std::min(size, position + 1 - begin), options.soft_cap);
     }
     Multiply<Single<To>, true>(
-        {scores, running.score_stride, size, value, running.mixed_stride, mixed, running.mixed_stride}, rows,
+        {scores, running.score_stride, size, value, next_value, running.mixed_stride, mixed, running.mixed_stride}, rows,
         running.mixed_stride);
   }
 };

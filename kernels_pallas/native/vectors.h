@@ -8,10 +8,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -26,6 +28,14 @@ namespace precast {
 
 namespace ffi = xla::ffi;
 using bfloat16 = uint16_t;
+
+// While waiting for another thread.
+inline void Pause() {
+#ifdef __x86_64__
+  _mm_pause();
+#endif
+  std::this_thread::yield();
+}
 
 template <typename To, typename From>
 inline To Bits(const From& from) {
@@ -159,12 +169,14 @@ struct Pair {
 #endif
 };
 
-// x [rows, inputs] times a matrix whose row of one step starts ``matrix_stride`` numbers after the one before.
+// x [rows, inputs] times a matrix whose row of one step starts ``matrix_stride`` numbers after the one before. What is
+// at ``soon``, which lies like the matrix, is fetched meanwhile; it need not be there.
 template <typename Step>
 struct Product {
   const typename Step::Input* x;
   int64_t x_stride, inputs;
   const typename Step::Weight* matrix;
+  const typename Step::Weight* soon;
   int64_t matrix_stride;
   float* out;
   int64_t out_stride;
@@ -175,6 +187,7 @@ template <typename Step, bool kAdds, int kRows, int kColumns>
 inline void Block(const Product<Step>& product, int64_t row, int64_t column, int64_t columns) {
   const auto* x = product.x + row * product.x_stride;
   const auto* matrix = product.matrix + column * Step::kStep;
+  const int64_t soon = product.soon - product.matrix;
   float* out = product.out + row * product.out_stride + column;
   Floats sums[kRows][kColumns] = {};
   if constexpr (kAdds) {
@@ -186,7 +199,10 @@ inline void Block(const Product<Step>& product, int64_t row, int64_t column, int
   for (int64_t k = 0; k < product.inputs; k += Step::kStep, matrix += product.matrix_stride) {
     Floats weights[kColumns];
 #pragma GCC unroll 16
-    for (int j = 0; j < kColumns; ++j) weights[j] = Step::Weights(matrix + j * kVector * Step::kStep);
+    for (int j = 0; j < kColumns; ++j) {
+      weights[j] = Step::Weights(matrix + j * kVector * Step::kStep);
+      __builtin_prefetch(matrix + soon + j * kVector * Step::kStep);
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 16
@@ -222,32 +238,97 @@ inline void Columns(const Product<Step>& product, int64_t rows, int64_t column, 
 template <typename Step, bool kAdds>
 void Multiply(const Product<Step>& product, int64_t rows, int64_t columns) {
   int64_t column = 0;
+  // Few rows leave registers for more columns, which keeps more sums going at a time.
+  for (; rows <= kMostRows / 2 && columns - column > (2 * kVectors - 1) * kVector; column += 2 * kVectors * kVector)
+    LastRows<Step, kAdds, 2 * kVectors, kMostRows / 2>(product, 0, rows, column, columns - column);
   for (; columns - column > (kVectors - 1) * kVector; column += kVectors * kVector)
     Columns<Step, kAdds, kVectors>(product, rows, column, columns - column);
   for (; column < columns; column += kVector) Columns<Step, kAdds, 1>(product, rows, column, columns - column);
 }
 
+// Work of a call: items that threads take one after another.
+class Job {
+ public:
+  explicit Job(int64_t items) : items_(items) {}
+  virtual ~Job() = default;
+
+  void Run() {
+    int64_t mine = 0;
+    for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items_; ++mine) Do(item);
+    done_.fetch_add(mine, std::memory_order_release);
+  }
+
+  bool IsDone() const { return done_.load(std::memory_order_acquire) >= items_; }
+
+ private:
+  virtual void Do(int64_t item) = 0;
+
+  const int64_t items_;
+  std::atomic<int64_t> next_{0}, done_{0};
+};
+
+// The pool's threads that help. One that is done stays awake for a while: a step is hundreds of calls in a row, and to
+// wake a thread takes as long as some of them. A helper that leaves too early or comes too late costs time alone: who
+// calls takes every item that nobody else has taken.
+class Crew {
+ public:
+  static Crew& OfProcess() {
+    static Crew& crew = *new Crew;  // never destroyed: threads may wait in it until the process ends
+    return crew;
+  }
+
+  void Help(ffi::ThreadPool& pool, std::shared_ptr<Job> job, int64_t helpers) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = std::move(job);
+      calls_.fetch_add(1, std::memory_order_release);
+      for (; present_ < helpers; ++present_) pool.Schedule([this] { Wait(); });
+    }
+  }
+
+ private:
+  // Takes part in what is called, until nothing was for kPatience.
+  void Wait() {
+    constexpr auto kPatience = std::chrono::microseconds(200);
+    int64_t seen = -1;
+    for (auto until = std::chrono::steady_clock::now();;) {
+      if (calls_.load(std::memory_order_acquire) != seen) {
+        std::shared_ptr<Job> job;
+        {
+          std::lock_guard<std::mutex> lock(mutex_);
+          job = job_, seen = calls_.load(std::memory_order_relaxed);
+        }
+        job->Run();
+        until = std::chrono::steady_clock::now() + kPatience;
+      } else if (std::chrono::steady_clock::now() > until) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (calls_.load(std::memory_order_relaxed) != seen) continue;
+        --present_;
+        return;
+      }
+      Pause();
+    }
+  }
+
+  std::mutex mutex_;
+  std::shared_ptr<Job> job_;
+  std::atomic<int64_t> calls_{0};
+  int64_t present_ = 0;
+};
+
 // Runs work(0) to work(items - 1) on this thread and, if that is worth it, on those of the pool that are free.
 template <typename Work>
 void Share(ffi::ThreadPool& pool, int64_t items, bool is_worth_it, Work work) {
-  struct State {
+  struct Shared final : Job {
     Work work;
-    int64_t items;
-    std::atomic<int64_t> next{0}, done{0};
-    State(Work work, int64_t items) : work(std::move(work)), items(items) {}
-    void Run() {
-      int64_t mine = 0;
-      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items; ++mine) work(item);
-      done.fetch_add(mine, std::memory_order_release);
-    }
+    Shared(Work work, int64_t items) : Job(items), work(std::move(work)) {}
+    void Do(int64_t item) override { work(item); }
   };
-  auto state = std::make_shared<State>(std::move(work), items);
   int64_t helpers = is_worth_it ? std::min<int64_t>(pool.num_threads(), items) - 1 : 0;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->Run(); });
-  state->Run();
-  // Only for items that a helper is at: one that has not begun finds none left.
-  for (int64_t spins = 0; state->done.load(std::memory_order_acquire) < items; ++spins)
-    if (spins > 256) std::this_thread::yield();
+  auto job = std::make_shared<Shared>(std::move(work), items);
+  if (helpers > 0) Crew::OfProcess().Help(pool, job, helpers);
+  job->Run();
+  for (int64_t spins = 0; !job->IsDone(); ++spins) spins < 256 ? Pause() : std::this_thread::yield();
 }
 
 }  // namespace precast
