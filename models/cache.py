@@ -5,7 +5,7 @@ Only this module and the kernels know how a page looks.
 CPU: one array a layer and side, K transposed, k ``[pages, kv_heads, head_dim, page_size]`` and v ``[pages,
   kv_heads, page_size, head_dim]``, so that a page of one head is the right-hand side of a small matrix product as
   it lies.  A bfloat16 cache is held as its uint16 bits, because XLA's CPU backend converts a whole bfloat16 pool
-  to float32 around a scatter.
+  to float32 around a scatter; for the native kernels in pairs (``native.paged_attention.page_shapes``).
 
 Accelerators: one array for all layers, ``[layers * pages, page_size, lanes]`` as ``kernels_pallas.layout``
   describes; layer i's page p is number ``i * pages + p``.  It stays in the carry of the scan over layers and is
@@ -17,6 +17,7 @@ Page 0 (of each layer) is a scratch page: padding tokens are written there and n
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import flax.struct
@@ -145,11 +146,12 @@ def shapes(spec: CacheSpec, mesh: jax.sharding.Mesh | None) -> Cache:
     """The cache's arrays as shapes only, for lowering, on all devices together."""
     sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, partition(spec.axes))
     if spec.placement.is_cpu:
-        storage = np.dtype(np.uint16) if spec.dtype == "bfloat16" else np.dtype(spec.dtype)
-        heads, key_dim, value_dim = spec.num_kv_heads, spec.head_dim, spec.value_dim or spec.head_dim
-        key = jax.ShapeDtypeStruct((spec.num_pages, heads, key_dim, spec.page_size), storage, sharding=sharding)
-        value = jax.ShapeDtypeStruct((spec.num_pages, heads, spec.page_size, value_dim), storage, sharding=sharding)
-        return ((key, value),) * spec.num_layers
+        page_shapes = native.page_shapes if spec.placement.is_native else cpu.page_shapes
+        value_dim = spec.value_dim or spec.head_dim
+        sides = page_shapes(
+            spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim, value_dim, jnp.dtype(spec.dtype)
+        )
+        return (tuple(side.update(sharding=sharding) for side in sides),) * spec.num_layers
     local = spec.num_kv_heads // spec._degree
     lanes = layout.page_lanes(local, spec.head_dim, spec.value_dim) * spec._degree
     shape = (spec.num_layers * spec.num_pages, spec.page_size, lanes)
@@ -161,14 +163,15 @@ def create(spec: CacheSpec) -> Cache:
     degrees = [1 if axis is None else spec.placement.shard.degree(axis) for axis in spec.axes]
 
     def zeros(one: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros([size // degree for size, degree in zip(one.shape, degrees, strict=True)], one.dtype)
+        sizes = itertools.zip_longest(one.shape, degrees, fillvalue=1)
+        return jnp.zeros([size // degree for size, degree in sizes], one.dtype)
 
     return jax.tree.map(zeros, shapes(spec, None))
 
 
 def page_size(cache: Cache) -> int:
     """Tokens a page."""
-    return cache[0][1].shape[2] if isinstance(cache, tuple) else cache.shape[1]
+    return cache[0][0].shape[3] if isinstance(cache, tuple) else cache.shape[1]
 
 
 @flax.struct.dataclass

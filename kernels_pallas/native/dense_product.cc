@@ -5,30 +5,26 @@
 // which is what the processors' own bfloat16 instructions take. Outputs are filled up with zeros to whole panels, and
 // the inputs of bfloat16 to a multiple of kInputs.
 
-#include "vectors.h"
+#include <vector>
 
-#if defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define PRECAST_TILES
-#endif
+#include "crew.h"
+#include "products.h"
 
 namespace precast {
 namespace {
 
 constexpr int kPanel = 32;
 constexpr int kInputs = 32;
+// Rows that are rounded at a time.
+constexpr int64_t kRowsTaken = 64;
 // Bytes. A processor fetches a stream ahead by itself, but not beyond the end of a page of memory.
 constexpr int64_t kAhead = 8192;
 // Products smaller than this are not worth a second thread.
 constexpr int64_t kLeastShared = 1 << 17;
 
 template <typename T>
-using StepOf = std::conditional_t<std::is_same_v<T, float>, Single<float>, Pair>;
-
-template <typename T>
 inline int64_t PaddedInputs(int64_t inputs) {
-  return std::is_same_v<T, float> ? inputs : (inputs + kInputs - 1) / kInputs * kInputs;
+  return std::is_same_v<T, float> ? inputs : RoundedUp(inputs, kInputs);
 }
 
 struct Shape {
@@ -37,117 +33,36 @@ struct Shape {
   int64_t Panels() const { return (outputs + kPanel - 1) / kPanel; }
 };
 
-#ifdef PRECAST_TILES
-// Intel's AMX: a tile has up to 16 rows of 64 bytes. 0 to 3 hold sums (upper rows in 0 and 1, lower ones in 2 and 3),
-// 4 and 5 the rows of x, 6 and 7 the weights of 16 outputs each.
-constexpr int kTile = 16;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-template <bool kTwo>
-inline void TileStep(const bfloat16* upper, const bfloat16* lower, int64_t stride, const bfloat16* weight) {
-  _tile_loadd(6, weight, kPanel * 4);
-  _tile_loadd(7, weight + 2 * kTile, kPanel * 4);
-  if constexpr (kTwo) {
-    _tile_loadd(4, upper, stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-  }
-  _tile_loadd(5, lower, stride);
-  _tile_dpbf16ps(2, 5, 6);
-  _tile_dpbf16ps(3, 5, 7);
-}
-
-template <bool kTwo>
-inline void TileStore(float* out, int64_t stride) {
-  if constexpr (kTwo) {
-    _tile_stored(0, out, stride * 4);
-    _tile_stored(1, out + kTile, stride * 4);
-    out += kTile * stride;
-  }
-  _tile_stored(2, out, stride * 4);
-  _tile_stored(3, out + kTile, stride * 4);
-}
-
-// Up to 16 rows, or with kTwo 17 to 32.
-template <bool kTwo>
-void TileBlock(const bfloat16* x, Shape shape, int rows, const bfloat16* weight, float* out, int64_t columns) {
-  int lower_rows = kTwo ? rows - kTile : rows;
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) {
-    bool is_lower = tile == 2 || tile == 3 || tile == 5;
-    config.rows[tile] = is_lower ? lower_rows : kTile;
-    config.row_bytes[tile] = 64;
-  }
-  _tile_loadconfig(&config);  // zeroes all tiles
-  const bfloat16* lower = kTwo ? x + kTile * shape.inputs : x;
-  int64_t k = 0;
-  for (; k + kInputs <= shape.inputs; k += kInputs)
-    TileStep<kTwo>(x + k, lower + k, shape.inputs * 2, weight + k * kPanel);
-  if (k < shape.inputs) {
-    alignas(64) bfloat16 last[2 * kTile][kInputs] = {};
-    for (int i = 0; i < rows; ++i) std::memcpy(last[i], x + i * shape.inputs + k, (shape.inputs - k) * 2);
-    TileStep<kTwo>(last[0], last[kTwo ? kTile : 0], kInputs * 2, weight + k * kPanel);
-  }
-  if (columns >= kPanel) return TileStore<kTwo>(out, shape.outputs);
-  alignas(64) float sums[2 * kTile][kPanel];
-  TileStore<kTwo>(sums[0], kPanel);
-  for (int i = 0; i < rows; ++i) std::memcpy(out + i * shape.outputs, sums[i], columns * sizeof(float));
-}
-
-void TilePanel(const bfloat16* x, Shape shape, const bfloat16* weight, float* out, int64_t columns) {
-  for (int64_t row = 0; row < shape.rows; row += 2 * kTile) {
-    int rows = static_cast<int>(std::min<int64_t>(2 * kTile, shape.rows - row));
-    auto block = rows > kTile ? TileBlock<true> : TileBlock<false>;
-    block(x + row * shape.inputs, shape, rows, weight, out + row * shape.outputs, columns);
-  }
-  _tile_release();
-}
-
-// Linux lets a process use tiles once it has asked.
-bool MayUseTiles() {
-  constexpr int kAskForPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kAskForPermission, kTileData) == 0;
-}
-const bool may_use_tiles = MayUseTiles();
-#endif
-
 template <typename T>
-void Run(ffi::ThreadPool& pool, const T* x, const T* weight, float* out, Shape shape) {
-  auto columns = [shape](int64_t panel) { return std::min<int64_t>(kPanel, shape.outputs - panel * kPanel); };
-  int64_t panel_size = kPanel * PaddedInputs<T>(shape.inputs);
-#ifdef PRECAST_TILES
-  if constexpr (std::is_same_v<T, bfloat16>) {
-    if (may_use_tiles)
-      return Share(pool, shape.Panels(), shape.IsShared(), [=](int64_t panel) {
-        TilePanel(x, shape, weight + panel * panel_size, out + panel * kPanel, columns(panel));
-      });
-  }
-#endif
+void Run(ffi::ThreadPool& pool, const float* x, const T* weight, float* out, Shape shape) {
   using Step = StepOf<T>;
-  std::vector<float> widened;
-  const typename Step::Input* inputs;
-  if constexpr (std::is_same_v<T, typename Step::Input>) {
-    inputs = x;
+  using Input = typename Step::Input;
+  const int64_t inputs = PaddedInputs<T>(shape.inputs);
+  const Input* rows;
+  if constexpr (std::is_same_v<T, float>) {
+    rows = x;
   } else {
-    widened.resize(shape.rows * shape.inputs);
-    std::transform(x, x + widened.size(), widened.begin(), [](bfloat16 one) { return Widened(one); });
-    inputs = widened.data();
+    static thread_local std::vector<Input> taken;
+    taken.resize(shape.rows * inputs);
+    rows = taken.data();
+    Share(pool, (shape.rows + kRowsTaken - 1) / kRowsTaken, true, [=, to = taken.data()](int64_t block) {
+      for (int64_t row = block * kRowsTaken; row < std::min(shape.rows, (block + 1) * kRowsTaken); ++row) {
+        Take<Step, true>(x + row * shape.inputs, shape.inputs, to + row * inputs);
+        std::fill(to + row * inputs + shape.inputs, to + (row + 1) * inputs, Input{0});
+      }
+    });
   }
   Share(pool, shape.Panels(), shape.IsShared(), [=](int64_t panel) {
-    const T* matrix = weight + panel * panel_size;
-    Product<Step> product{inputs, shape.inputs, shape.inputs, matrix, matrix + kAhead / sizeof(T),
-                          kPanel * Step::kStep, out + panel * kPanel, shape.outputs};
-    Multiply<Step, false>(product, shape.rows, columns(panel));
+    const T* matrix = weight + panel * kPanel * inputs;
+    Product<Step> product{rows, inputs, inputs, matrix, matrix + kAhead / sizeof(T), kPanel * Step::kStep,
+                          out + panel * kPanel, shape.outputs};
+    int64_t columns = std::min<int64_t>(kPanel, shape.outputs - panel * kPanel);
+    Multiplier<Step>().template Multiply<false>(product, shape.rows, columns);
   });
 }
 
-template <typename T, ffi::DataType kX, ffi::DataType kWeight>
-ffi::Error Dense(ffi::ThreadPool pool, ffi::Buffer<kX> x, ffi::Buffer<kWeight> weight,
+template <typename T, ffi::DataType kWeight>
+ffi::Error Dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kWeight> weight,
                  ffi::Result<ffi::Buffer<ffi::F32>> out) {
   auto in = x.dimensions(), packed = weight.dimensions(), result = out->dimensions();
   constexpr int kStep = StepOf<T>::kStep;
@@ -156,8 +71,7 @@ ffi::Error Dense(ffi::ThreadPool pool, ffi::Buffer<kX> x, ffi::Buffer<kWeight> w
   Shape shape{in[0], in[1], result[1]};
   if (packed[0] != shape.Panels() || packed[1] * kStep != PaddedInputs<T>(shape.inputs))
     return ffi::Error::InvalidArgument("dense product: weight is packed for other numbers of inputs or outputs");
-  Run<T>(pool, reinterpret_cast<const T*>(x.typed_data()), reinterpret_cast<const T*>(weight.typed_data()),
-         out->typed_data(), shape);
+  Run<T>(pool, x.typed_data(), reinterpret_cast<const T*>(weight.typed_data()), out->typed_data(), shape);
   return ffi::Error::Success();
 }
 
@@ -211,17 +125,17 @@ extern "C" void precast_pack_bf16(const uint16_t* matrix, uint16_t* packed, int6
 
 namespace ffi = xla::ffi;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_dense_f32, (precast::Dense<float, ffi::F32, ffi::F32>),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_dense_f32, (precast::Dense<float, ffi::F32>),
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_dense_bf16, (precast::Dense<precast::bfloat16, ffi::BF16, ffi::U16>),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_dense_bf16, (precast::Dense<precast::bfloat16, ffi::U16>),
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U16>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 

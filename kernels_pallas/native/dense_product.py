@@ -36,7 +36,7 @@ def pack(matrix: np.ndarray, out: np.ndarray) -> None:
 def dense_product(x: jax.Array, packed: jax.Array, outputs: int) -> jax.Array:
     """``[rows, inputs]`` times a packed matrix: ``[rows, outputs]`` float32; x is rounded to the matrix's dtype."""
     call = jax.ffi.ffi_call(library.target(library.DENSE, packed), jax.ShapeDtypeStruct((len(x), outputs), jnp.float32))
-    return call(x.astype(jnp.float32 if packed.dtype == np.float32 else jnp.bfloat16), packed)
+    return call(x.astype(jnp.float32), packed)
 
 
 def packed_rows(packed: jax.Array, indices: jax.Array, inputs: int) -> jax.Array:

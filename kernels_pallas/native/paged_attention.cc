@@ -1,11 +1,15 @@
 // Attention over a paged cache, and writing to it. Pages are k [pages, kv_heads, head_dim, page_size] and v [pages,
-// kv_heads, page_size, value_dim], float32 or the bits of bfloat16.
+// kv_heads, page_size, value_dim] in float32; the bits of bfloat16 lie as pairs of what a product sums over, k [pages,
+// kv_heads, head_dim / 2, page_size, 2] and v [pages, kv_heads, page_size / 2, value_dim, 2].
 //
 // A row and KV head is one item of work: its query heads and queries stand together, query by query, and go over the
 // row's pages in order with a running softmax (FlashAttention, arXiv:2205.14135), a page a block. What a query does
 // not see, a page in which it sees nothing and what lies in a page beyond the context change no bit of its result.
 
-#include "vectors.h"
+#include <vector>
+
+#include "crew.h"
+#include "products.h"
 
 namespace precast {
 namespace {
@@ -23,49 +27,36 @@ struct Options {
   const float* sinks;     // [heads] or null
 };
 
-inline int64_t Padded(int64_t size) { return (size + kVector - 1) / kVector * kVector; }
-
-// A matrix of a page in rows of whole vectors of To: where it lies, or a copy.
-template <typename To, typename T>
-inline const To* WholeVectors(const T* from, int64_t rows, int64_t columns, std::vector<To>& copy) {
-  if constexpr (std::is_same_v<To, T>)
-    if (columns == Padded(columns)) return from;
-  copy.resize(rows * Padded(columns));
-  for (int64_t i = 0; i < rows; ++i) {
-    int64_t j = 0;
-    if constexpr (std::is_same_v<To, float>)
-      for (; j + kVector <= columns; j += kVector) Store(&copy[i * Padded(columns) + j], Load(from + i * columns + j));
-    for (; j < columns; ++j) {
-      if constexpr (std::is_same_v<To, T>)
-        copy[i * Padded(columns) + j] = from[i * columns + j];
-      else
-        copy[i * Padded(columns) + j] = Widened(from[i * columns + j]);
-    }
-  }
-  return copy.data();
-}
-
 inline float Lane(Floats x) {
   float lanes[kVector];
   Store(lanes, x);
   return lanes[0];
 }
 
-// The running softmax of one item's queries, ``stacked`` of them.
+// The running softmax of one item's queries, ``stacked`` of them, with what its products take and give.
+template <typename Step>
 struct Running {
+  using Input = typename Step::Input;
+  using Products = Multiplier<Step>;
+  std::vector<Input> queries, weights;
   std::vector<float> top, total, mixed, scores;
-  int64_t score_stride, mixed_stride;
+  int64_t query_stride, weight_stride, score_stride, mixed_stride;
 
   void Start(const Sizes& sizes, int64_t stacked, const float* sinks) {
-    score_stride = Padded(sizes.page_size), mixed_stride = Padded(sizes.value_dim);
+    query_stride = RoundedUp(sizes.head_dim, Products::kInputs);
+    weight_stride = RoundedUp(sizes.page_size, Products::kInputs);
+    score_stride = RoundedUp(sizes.page_size, std::max(Products::kInputs, Products::kOutputs));
+    mixed_stride = RoundedUp(sizes.value_dim, Products::kOutputs);
+    queries.assign(stacked * query_stride, Input{0});
+    weights.resize(stacked * weight_stride);
     scores.resize(stacked * score_stride);
     mixed.assign(stacked * mixed_stride, 0.f);
     top.assign(stacked, kMasked), total.assign(stacked, sinks ? 1.f : 0.f);
     for (int64_t s = 0; sinks && s < stacked; ++s) top[s] = sinks[s % sizes.group()];
   }
 
-  // Takes in the scores of query s, of which it sees those from low to high: they become its weights.
-  void Take(int64_t s, int64_t low, int64_t high, float soft_cap) {
+  // Makes weights of the scores of query s, of which it sees those from low to high.
+  void Weigh(int64_t s, int64_t low, int64_t high, float soft_cap) {
     float* row = &scores[s * score_stride];
     if (soft_cap > 0) Cap(row, soft_cap);
     std::fill(row, row + low, kMasked), std::fill(row + high, row + score_stride, kMasked);
@@ -78,6 +69,7 @@ struct Running {
     for (int64_t t = 0; t < score_stride; t += kVector) sum = sum + Load(row + t);
     if (new_top != top[s]) Shrink(s, Exp(Spread(top[s] - new_top)));
     top[s] = new_top, total[s] += Sum(sum);
+    Take<Step, false>(row, weight_stride, &weights[s * weight_stride]);
   }
 
   void Shrink(int64_t s, Floats factor) {
@@ -97,6 +89,8 @@ struct Running {
 
 template <typename T>
 struct Attention {
+  using Step = StepOf<T>;
+  using Products = Multiplier<Step>;
   Sizes sizes;
   Options options;
   const float* queries;
@@ -108,8 +102,7 @@ struct Attention {
   float* out;
 
   void operator()(int64_t item) const {
-    static thread_local std::vector<float> stacked;
-    static thread_local Running running;
+    static thread_local Running<Step> running;
     int64_t row = item / sizes.kv_heads, head = item % sizes.kv_heads, group = sizes.group();
     int64_t context = context_lens[row], start = starts[row];
     int64_t live = std::clamp<int64_t>(context - start, 0, sizes.queries);
@@ -119,15 +112,16 @@ struct Attention {
     for (int64_t i = live; i < sizes.queries; ++i)
       std::fill_n(out + place(i, sizes.value_dim), group * sizes.value_dim, 0.f);
     if (live == 0) return;
-    stacked.resize(live * group * sizes.head_dim);
-    for (int64_t i = 0; i < live; ++i)
-      std::transform(queries + place(i, sizes.head_dim), queries + place(i, sizes.head_dim) + group * sizes.head_dim,
-                     &stacked[i * group * sizes.head_dim], [this](float x) { return x * options.scale; });
     running.Start(sizes, live * group, options.sinks ? options.sinks + head * group : nullptr);
+    for (int64_t i = 0; i < live; ++i)
+      for (int64_t g = 0; g < group; ++g)
+        Scaled(queries + place(i, sizes.head_dim) + g * sizes.head_dim,
+               &running.queries[(i * group + g) * running.query_stride]);
+    Products products;
     int64_t first = options.window ? std::max<int64_t>(0, start - options.window + 1) : 0;
     auto id = [&](int64_t page) { return table[row * sizes.width + page] * sizes.kv_heads + head; };
     for (int64_t page = first / sizes.page_size; page * sizes.page_size < context; ++page)
-      TakePage(running, stacked.data(), live, start, page * sizes.page_size, context, id(page),
+      TakePage(products, running, live, start, page * sizes.page_size, context, id(page),
                (page + 1) * sizes.page_size < context ? id(page + 1) : id(page));
     for (int64_t i = 0; i < live; ++i)
       for (int64_t g = 0; g < group; ++g) {
@@ -138,52 +132,54 @@ struct Attention {
       }
   }
 
-  int64_t KeySize() const { return sizes.head_dim * sizes.page_size; }
-  int64_t ValueSize() const { return sizes.value_dim * sizes.page_size; }
+  void Scaled(const float* query, typename Step::Input* to) const {
+    static thread_local std::vector<float> scaled;
+    scaled.resize(sizes.head_dim);
+    std::transform(query, query + sizes.head_dim, scaled.begin(), [this](float x) { return x * options.scale; });
+    Take<Step, false>(scaled.data(), sizes.head_dim, to);
+  }
 
-  // The page that begins at position ``begin``, for the queries that see some of it.
-  void TakePage(Running& running, const float* stacked, int64_t live, int64_t start, int64_t begin, int64_t context,
-                int64_t page, int64_t next) const {
-    int64_t size = std::min(sizes.page_size, context - begin);
+  // The page that begins at position ``begin``, for the queries that see some of it; ``next`` is wanted after it.
+  void TakePage(Products& products, Running<Step>& running, int64_t live, int64_t start, int64_t begin,
+                int64_t context, int64_t page, int64_t next) const {
+    static thread_local std::vector<T> key_copy, value_copy;
+    int64_t size = std::min(sizes.page_size, context - begin), group = sizes.group();
     int64_t from = std::clamp<int64_t>(begin - start, 0, live), to = live;
     if (options.window) to = std::clamp<int64_t>(begin + size - 1 + options.window - start, from, live);
     if (from == to) return;
-    // What many queries read is widened once, for few of them as it is read.
-    if ((to - from) * sizes.group() > kMostRows)
-      Take<float>(running, stacked, from, to, start, begin, size, page, next);
-    else
-      Take<T>(running, stacked, from, to, start, begin, size, page, next);
-  }
-
-  // For queries ``from`` to ``to``, with the page's numbers as To; the page has ``size`` tokens.
-  template <typename To>
-  void Take(Running& running, const float* stacked, int64_t from, int64_t to, int64_t start, int64_t begin,
-            int64_t size, int64_t page, int64_t next) const {
-    static thread_local std::vector<To> key_copy, value_copy;
-    int64_t group = sizes.group(), rows = (to - from) * group;
-    const T* key_page = keys + page * KeySize();
-    const T* value_page = values + page * ValueSize();
-    const To* key = WholeVectors(key_page, sizes.head_dim, sizes.page_size, key_copy);
-    const To* value = WholeVectors(value_page, size, sizes.value_dim, value_copy);
-    const To* next_key = key;
-    const To* next_value = value;
-    if constexpr (std::is_same_v<To, T>) {
-      if (key == key_page) next_key = keys + next * KeySize();
-      if (value == value_page) next_value = values + next * ValueSize();
-    }
-    float* scores = &running.scores[from * group * running.score_stride];
-    float* mixed = &running.mixed[from * group * running.mixed_stride];
-    Multiply<Single<To>, false>({stacked + from * group * sizes.head_dim, sizes.head_dim, sizes.head_dim, key, next_key,
-                                 running.score_stride, scores, running.score_stride},
-                                rows, sizes.page_size);
-    for (int64_t s = from * group; s < to * group; ++s) {
+    int64_t rows = (to - from) * group, first = from * group;
+    int64_t key_size = RoundedUp(sizes.head_dim, Step::kStep) * sizes.page_size;
+    int64_t value_size = RoundedUp(sizes.page_size, Step::kStep) * sizes.value_dim;
+    auto [key, next_key] = Whole(keys + page * key_size, keys + next * key_size, sizes.head_dim, running.query_stride,
+                                 sizes.page_size, running.score_stride, key_copy);
+    products.template Multiply<false>({&running.queries[first * running.query_stride], running.query_stride,
+                                       running.query_stride, key, next_key, running.score_stride * Step::kStep,
+                                       &running.scores[first * running.score_stride], running.score_stride},
+                                      rows, running.score_stride);
+    for (int64_t s = first; s < first + rows; ++s) {
       int64_t position = start + s / group;
       int64_t low = options.window ? std::max<int64_t>(0, position - options.window + 1 - begin) : 0;
-      running.Take(s, low, std::min(size, position + 1 - begin), options.soft_cap);
+      running.Weigh(s, low, std::min(size, position + 1 - begin), options.soft_cap);
     }
-    Multiply<Single<To>, true>(
-        {scores, running.score_stride, size, value, next_value, running.mixed_stride, mixed, running.mixed_stride}, rows,
-        running.mixed_stride);
+    auto [value, next_value] = Whole(values + page * value_size, values + next * value_size, size,
+                                     running.weight_stride, sizes.value_dim, running.mixed_stride, value_copy);
+    products.template Multiply<true>({&running.weights[first * running.weight_stride], running.weight_stride,
+                                      running.weight_stride, value, next_value, running.mixed_stride * Step::kStep,
+                                      &running.mixed[first * running.mixed_stride], running.mixed_stride},
+                                     rows, running.mixed_stride);
+  }
+
+  // One side of a page as a matrix of ``whole_rows`` by ``whole_columns``, and where the next one's may be: the page
+  // itself if it is as large as that and all of its rows count, else a copy filled up with zeros.
+  std::pair<const T*, const T*> Whole(const T* from, const T* next, int64_t rows, int64_t whole_rows, int64_t columns,
+                                      int64_t whole_columns, std::vector<T>& copy) const {
+    if (rows == whole_rows && columns == whole_columns) return {from, next};
+    copy.assign(whole_rows * whole_columns, T{0});
+    for (int64_t row = 0; row < rows; row += Step::kStep)
+      std::copy_n(from + row * columns, columns * Step::kStep, &copy[row * whole_columns]);
+    if constexpr (Step::kStep == 2)
+      for (int64_t j = 0; rows % 2 && j < columns; ++j) copy[(rows - 1) * whole_columns + 2 * j + 1] = 0;
+    return {copy.data(), copy.data()};
   }
 };
 
@@ -193,8 +189,9 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buff
                   ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::Buffer<ffi::F32>> out,
                   float scale, float soft_cap, int64_t window) {
   auto q = queries.dimensions(), k = keys.dimensions(), v = values.dimensions(), t = table.dimensions();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || t.size() != 2 || k[0] != v[0] || k[1] != v[1] ||
-      k[2] != q[3] || k[3] != v[2] || t[0] != q[0] || q[2] % k[1] != 0)
+  constexpr int kStep = StepOf<T>::kStep, kRank = 3 + kStep;
+  if (q.size() != 4 || k.size() != kRank || v.size() != kRank || t.size() != 2 || k[0] != v[0] || k[1] != v[1] ||
+      k[2] != (q[3] + kStep - 1) / kStep || (k[3] + kStep - 1) / kStep != v[2] || t[0] != q[0] || q[2] % k[1] != 0)
     return ffi::Error::InvalidArgument("paged attention: shapes of queries, pages and page table do not agree");
   Sizes sizes{q[0], q[1], q[2], k[1], q[3], v[3], k[3], t[1]};
   Options options{scale, soft_cap, window, sinks.element_count() ? sinks.typed_data() : nullptr};
@@ -205,13 +202,15 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buff
   return ffi::Error::Success();
 }
 
-inline void Encode(float x, float& to) { to = x; }
-
-// To the nearest, ties to even; what is no number stays none.
-inline void Encode(float x, bfloat16& to) {
-  uint32_t bits = Bits<uint32_t>(x);
-  to = x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+// Where a number of a page's side lies, whose rows are [columns] numbers or pairs of such rows.
+template <typename T>
+inline int64_t Place(int64_t row, int64_t column, int64_t columns) {
+  constexpr int kStep = StepOf<T>::kStep;
+  return (row / kStep * columns + column) * kStep + row % kStep;
 }
+
+inline void Put(float x, float& to) { to = x; }
+inline void Put(float x, bfloat16& to) { to = Narrowed(x); }
 
 // keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, value_dim] go to pages [tokens] at offsets [tokens].
 template <typename T, ffi::DataType kPages>
@@ -219,8 +218,11 @@ ffi::Error Write(ffi::ThreadPool pool, ffi::Buffer<kPages> key_pages, ffi::Buffe
                  ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> pages,
                  ffi::Buffer<ffi::S32> offsets, ffi::Result<ffi::Buffer<kPages>> key_out, ffi::Result<ffi::Buffer<kPages>> value_out) {
   auto k = key_pages.dimensions(), v = value_pages.dimensions();
-  int64_t tokens = pages.element_count(), heads = k[1], head_dim = k[2], page_size = k[3], value_dim = v[3];
-  if (static_cast<int64_t>(keys.element_count()) != tokens * heads * head_dim ||
+  constexpr int kStep = StepOf<T>::kStep;
+  int64_t tokens = pages.element_count(), heads = k[1], page_size = k[3], value_dim = v[3];
+  int64_t head_dim = keys.dimensions().back(), key_size = k[2] * kStep * page_size, value_size = v[2] * kStep * value_dim;
+  if (keys.dimensions().size() != 3 || static_cast<int64_t>(keys.element_count()) != tokens * heads * head_dim ||
+      k[2] != (head_dim + kStep - 1) / kStep ||
       static_cast<int64_t>(values.element_count()) != tokens * heads * value_dim)
     return ffi::Error::InvalidArgument("cache write: keys and values are of other shapes than the pages");
   if (key_pages.untyped_data() != key_out->untyped_data() || value_pages.untyped_data() != value_out->untyped_data())
@@ -236,8 +238,8 @@ ffi::Error Write(ffi::ThreadPool pool, ffi::Buffer<kPages> key_pages, ffi::Buffe
       int64_t id = ids[token] * heads + head, offset = places[token];
       const float* key = new_keys + (token * heads + head) * head_dim;
       const float* value = new_values + (token * heads + head) * value_dim;
-      for (int64_t d = 0; d < head_dim; ++d) Encode(key[d], key_to[(id * head_dim + d) * page_size + offset]);
-      for (int64_t d = 0; d < value_dim; ++d) Encode(value[d], value_to[(id * page_size + offset) * value_dim + d]);
+      for (int64_t d = 0; d < head_dim; ++d) Put(key[d], key_to[id * key_size + Place<T>(d, offset, page_size)]);
+      for (int64_t d = 0; d < value_dim; ++d) Put(value[d], value_to[id * value_size + Place<T>(offset, d, value_dim)]);
     }
   });
   return ffi::Error::Success();

@@ -10,6 +10,22 @@ import numpy as np
 from precast.kernels_pallas.native import library
 
 
+def page_shapes(
+    pages: int, kv_heads: int, page_size: int, head_dim: int, value_dim: int, dtype: np.dtype
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Key and value pages: float32 ``[pages, kv_heads, head_dim, page_size]`` and ``[pages, kv_heads, page_size,
+    value_dim]``; bfloat16 as its uint16 bits, pairs along what attention sums over side by side, ``[pages, kv_heads,
+    head_dim / 2, page_size, 2]`` and ``[pages, kv_heads, page_size / 2, value_dim, 2]``, halves rounded up."""
+    sides = [(head_dim, page_size), (page_size, value_dim)]
+    if dtype == np.float32:
+        key, value = (jax.ShapeDtypeStruct((pages, kv_heads, *side), np.float32) for side in sides)
+    else:
+        key, value = (
+            jax.ShapeDtypeStruct((pages, kv_heads, -(-rows // 2), columns, 2), np.uint16) for rows, columns in sides
+        )
+    return key, value
+
+
 def paged_attention(
     queries: jax.Array,
     key_pages: jax.Array,
@@ -23,7 +39,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Arguments and result as of ``paged_attention.cpu.paged_attention``; queries beyond the context give zeros."""
+    """Arguments and result as of ``paged_attention.cpu.paged_attention``, pages of ``page_shapes``; queries beyond the
+    context give zeros.  With bfloat16 pages, processors that have bfloat16 products round queries and weights to it."""
     result = jax.ShapeDtypeStruct((*queries.shape[:3], value_pages.shape[3]), jnp.float32)
     call = jax.ffi.ffi_call(library.target(library.ATTENTION, key_pages), result)
     settings = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap or 0), "window": np.int64(window or 0)}
@@ -45,8 +62,7 @@ def cache_write(
     """Writes tokens into one layer's pages, in place where those are donated.
 
     Args:
-      key_pages: ``[pages, kv_heads, head_dim, page_size]``; uint16 holds bfloat16 bits.
-      value_pages: ``[pages, kv_heads, page_size, value_dim]``, same dtype.
+      key_pages, value_pages: of ``page_shapes``.
       keys: ``[tokens, kv_heads, head_dim]`` float32.
       values: ``[tokens, kv_heads, value_dim]`` float32.
       page_ids, offsets: ``[tokens]`` int32, where each token goes; of two with one place the later one stays.

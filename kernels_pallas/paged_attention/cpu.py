@@ -26,6 +26,15 @@ _LANES = 8
 _Running = tuple[jax.Array, jax.Array, jax.Array]
 
 
+def page_shapes(
+    pages: int, kv_heads: int, page_size: int, head_dim: int, value_dim: int, dtype: np.dtype
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Key and value pages as ``paged_attention`` takes them."""
+    storage = np.dtype(np.uint16) if dtype == jnp.bfloat16 else dtype
+    key = jax.ShapeDtypeStruct((pages, kv_heads, head_dim, page_size), storage)
+    return key, jax.ShapeDtypeStruct((pages, kv_heads, page_size, value_dim), storage)
+
+
 def paged_attention(
     queries: jax.Array,
     key_pages: jax.Array,

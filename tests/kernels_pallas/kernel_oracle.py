@@ -239,3 +239,13 @@ def make_update(case: Case) -> dict[str, jax.Array | None]:
     shape = (len(arrays["q_starts"]), case.q, case.kv_heads, case.head_dim)
     keys, values = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
     return arrays | {"keys": keys, "values": None if case.value_dim else values}
+
+
+def native_side(side: np.ndarray) -> np.ndarray:
+    """Keys ``[pages, kv_heads, head_dim, page_size]`` or values ``[pages, kv_heads, page_size, value_dim]`` as
+    ``kernels_pallas.native`` keeps them: as they are, or bfloat16 in pairs of rows."""
+    if side.dtype == np.float32:
+        return side
+    side = np.pad(side.view(np.uint16), ((0, 0), (0, 0), (0, side.shape[2] % 2), (0, 0)))
+    pages, heads, rows, columns = side.shape
+    return np.ascontiguousarray(side.reshape(pages, heads, rows // 2, 2, columns).swapaxes(3, 4))

@@ -1,8 +1,11 @@
 """The CPU path gives a query one result, bit for bit, in whatever company it is computed."""
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from kernel_oracle import native_side
 
 from precast.kernels_pallas.native import paged_attention as native
 from precast.kernels_pallas.paged_attention import cpu
@@ -34,7 +37,7 @@ def attend_alone_in_shape(attend, queries, rows, width):
 
 
 @pytest.mark.parametrize("backend", [cpu, native], ids=["xla", "native"])
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(
     ("head_dim", "page_size", "group", "kv_heads"),
     [(8, 4, 2, 2), (64, 64, 3, 3), (64, 16, 1, 1), (80, 16, 4, 2), (96, 32, 1, 4), (128, 64, 8, 1)],
@@ -43,10 +46,10 @@ def test_decode_and_every_block_shape_agree(head_dim, page_size, group, kv_heads
     rng = np.random.default_rng(0)
 
     def pages(*shape):
-        values = jax.numpy.asarray(rng.standard_normal((PAGES, kv_heads, *shape)), np.float32)
-        if dtype == np.uint16:
-            return jax.lax.bitcast_convert_type(values.astype("bfloat16"), np.uint16)
-        return values
+        values = rng.standard_normal((PAGES, kv_heads, *shape)).astype(dtype)
+        if backend is native:
+            return jnp.asarray(native_side(values))
+        return jnp.asarray(values if dtype == np.float32 else values.view(np.uint16))
 
     keys, values = pages(head_dim, page_size), pages(page_size, head_dim)
     attend = jax.jit(

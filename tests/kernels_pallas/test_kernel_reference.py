@@ -19,13 +19,14 @@ from kernel_oracle import (
     attend,
     make_inputs,
     make_update,
+    native_side,
     relative_error,
 )
 
 from precast.kernels_pallas import layout
 from precast.kernels_pallas.cache_update import cache_update
 from precast.kernels_pallas.native import paged_attention as native
-from precast.kernels_pallas.paged_attention import AttentionConfig, paged_attention
+from precast.kernels_pallas.paged_attention import AttentionConfig, cpu, paged_attention
 from precast.kernels_pallas.targets import Target
 from precast.models import cache
 
@@ -60,37 +61,38 @@ def test_cpu_matches_the_oracle(case):
 @pytest.mark.parametrize("case", [*SHAPES, *OPTIONS, *QUERIES, *LATENT], ids=str)
 def test_native_matches_the_oracle(case, kv_dtype, native_library):
     """With unused pages that hold NaN, and table entries beyond the context that are no pages at all."""
-    case = replace(case, dtype="float32", kv_dtype=kv_dtype)
+    case = replace(case, dtype=kv_dtype, kv_dtype=kv_dtype)
     inputs = make_inputs(case)
     arrays = inputs.arrays()
     assert arrays.pop("scales") is None
+    arrays["queries"] = arrays["queries"].astype(np.float32)
     keys, values = layout.unpack_tokens(arrays.pop("pages"), case.kv_heads, case.head_dim, case.value_dim)
-    pages = [jnp.array(keys.transpose(0, 2, 3, 1)), jnp.array(values.swapaxes(1, 2))]
-    if kv_dtype == "bfloat16":
-        pages = [jax.lax.bitcast_convert_type(side, jnp.uint16) for side in pages]
+    pages = [native_side(np.array(side)) for side in (keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2))]
     config = case.config
     options = {"scale": config.scale, "window": config.window, "soft_cap": config.soft_cap}
     attend_natively = jax.jit(functools.partial(native.paged_attention, **options))
     out = attend_natively(key_pages=pages[0], value_pages=pages[1], **arrays)
     positions = inputs.q_starts[:, None] + np.arange(case.q)
     is_live = (positions < inputs.context_lens[:, None])[..., None, None]
-    assert relative_error(out, np.where(is_live, attend(case, inputs), 0)) < 1e-5
+    # Of bfloat16, the softmax's weights are rounded to it.
+    assert relative_error(out, np.where(is_live, attend(case, inputs), 0)) < (1e-5 if kv_dtype == "float32" else 5e-3)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
-def test_native_writes_what_xla_writes(dtype, native_library):
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(8, 16), (7, 5)])
+def test_native_writes_what_xla_writes(head_dim, page_size, dtype, native_library):
     rng = np.random.default_rng(0)
-    pages = [np.zeros((7, 3, 8, 16), dtype), np.zeros((7, 3, 16, 8), dtype)]
-    new = rng.standard_normal((2, 40, 3, 8)).astype(np.float32)
+    new = rng.standard_normal((2, 30, 3, head_dim)).astype(np.float32)
     new[0, :6, 0, 0] = np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8, -0.0
-    places = rng.permutation(7 * 16)[:40].astype(np.int32)
-    arguments = (*pages, *new, places // 16, places % 16)
-    got, expected = (jax.jit(write)(*arguments) for write in (native.cache_write, cache._write))
-    for mine, theirs in zip(got, expected, strict=True):
-        as_float = [
-            np.asarray(side).view(ml_dtypes.bfloat16 if dtype == np.uint16 else dtype) for side in (mine, theirs)
-        ]
-        np.testing.assert_array_equal(*(side.astype(np.float32) for side in as_float))
+    places = rng.permutation(7 * page_size)[:30].astype(np.int32)
+    written = []
+    for backend, write in ((native, native.cache_write), (cpu, cache._write)):
+        shapes = backend.page_shapes(7, 3, page_size, head_dim, head_dim, np.dtype(dtype))
+        pages = [jnp.zeros(side.shape, side.dtype) for side in shapes]
+        written.append(jax.jit(write)(*pages, *new, places // page_size, places % page_size))
+    for mine, theirs in zip(*written, strict=True):
+        expected = native_side(np.asarray(theirs).view(dtype))
+        np.testing.assert_array_equal(*(np.asarray(side).view(dtype).astype(np.float32) for side in (mine, expected)))
 
 
 def test_signature_names_what_does_not_fit():
