@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from precast.models import rope
 from precast.models.cache import Cache, Places, Reading, Segment, update_and_attend
 from precast.models.config import ModelConfig
-from precast.models.layers import NORMS, all_heads_norm, linear, linear_sum
+from precast.models.layers import all_heads_norm, linear, linear_sum, norm
 from precast.models.placement import Placement
 
 
@@ -98,7 +98,8 @@ def _qk_norm(x: jax.Array, scale: jax.Array | None, config: ModelConfig, placeme
     if scale is None:
         return x
     if config.qk_norm == "all":
-        return all_heads_norm(x, scale, config, placement.shard, axis)
-    one = jnp.ones((), jnp.float32)
-    heads = NORMS[config.norm_kind](x.reshape(-1, config.head_dim), one, config.norm_eps)
+        return all_heads_norm(x, scale, config, placement, axis)
+    one = jnp.ones(config.head_dim, jnp.float32)
+    x_heads = x.reshape(-1, config.head_dim)
+    heads = norm(x_heads, one, config.norm_eps, kind=config.norm_kind, is_native=placement.is_native)
     return (heads.reshape(x.shape[0], -1, config.head_dim) * scale).reshape(x.shape)

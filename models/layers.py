@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precast.kernels_pallas.native.dense_product import dense_product, packed_rows
+from precast.kernels_pallas.native import norm as native_norm
+from precast.kernels_pallas.native.dense_product import can_gate, dense_product, gated_product, packed_rows
 from precast.models.config import ModelConfig
+from precast.models.placement import Placement
 from precast.sharding.shard import Shard
 
 # Of the sigmoid in gpt-oss's gate.
@@ -130,11 +132,19 @@ def layer_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 NORMS = {"rms": rms_norm, "layer": layer_norm}
 
 
-def all_heads_norm(x: jax.Array, scale: jax.Array, config: ModelConfig, shard: Shard, axis: str) -> jax.Array:
+def norm(x: jax.Array, scale: jax.Array, eps: float, *, kind: str = "rms", is_native: bool) -> jax.Array:
+    """The norm of this kind, by ``kernels_pallas.native`` where that runs."""
+    if is_native:
+        return native_norm.norm(x, scale, eps, is_centred=kind == "layer")
+    return NORMS[kind](x, scale, eps)
+
+
+def all_heads_norm(x: jax.Array, scale: jax.Array, config: ModelConfig, placement: Placement, axis: str) -> jax.Array:
     """Norm over the dimensions of all heads at once, of ``x [rows, width]`` that is divided over devices by head."""
+    shard = placement.shard
     degree = shard.degree(axis)
     if degree == 1:
-        return NORMS[config.norm_kind](x, scale, config.norm_eps)
+        return norm(x, scale, config.norm_eps, kind=config.norm_kind, is_native=placement.is_native)
     width = x.shape[-1] * degree
     if config.norm_kind == "layer":
         x = x - shard.sum(row_sums(x), axis) / width
@@ -163,6 +173,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+def gated_linear(x: jax.Array, weight: Dense | PackedDense, config: ModelConfig) -> jax.Array:
+    """``gated`` of the two halves of ``linear``: ``[rows, in]`` -> ``[rows, out / 2]`` float32."""
+    if isinstance(weight, PackedDense) and weight.bias is None and can_gate(config.activation, weight.shape[0]):
+        return gated_product(x, weight.kernel, weight.shape[0], config.activation)
+    gate, up = jnp.split(linear(x, weight), 2, axis=-1)
+    return gated(gate, up, config)
 
 
 def gated(gate: jax.Array, up: jax.Array, config: ModelConfig) -> jax.Array:

@@ -16,7 +16,7 @@ from precast.models import rope
 from precast.models.attention import Tokens, reading
 from precast.models.cache import Cache, update_and_attend
 from precast.models.config import ModelConfig
-from precast.models.layers import linear, linear_sum, per_head_linear, rms_norm
+from precast.models.layers import linear, linear_sum, norm, per_head_linear
 from precast.models.placement import Placement
 
 
@@ -40,12 +40,13 @@ def latent_attention(
     if "q" in weights:
         queries = linear(x, weights["q"])
     else:
-        narrow = rms_norm(linear(x, weights["q_down"]), weights["q_down_norm"], mla.norm_eps)
+        narrow = linear(x, weights["q_down"])
+        narrow = norm(narrow, weights["q_down_norm"], mla.norm_eps, is_native=placement.is_native)
         queries = linear(narrow, weights["q_up"])
     queries = queries.reshape(x.shape[0], placement.local_heads(config)[0], -1)
     plain, turning = jnp.split(queries, [mla.qk_nope_head_dim], axis=-1)
     latent, key = jnp.split(linear(x, weights["kv_down"]), [mla.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, weights["kv_down_norm"], mla.norm_eps)[:, None, :]
+    latent = norm(latent, weights["kv_down_norm"], mla.norm_eps, is_native=placement.is_native)[:, None, :]
     cos, sin = tokens.angles["full"]
     keys = jnp.concatenate([latent, rope.rotate(key[:, None, :], cos, sin)], axis=-1)
     queries = jnp.concatenate([per_head_linear(plain, weights["key_up"]), rope.rotate(turning, cos, sin)], axis=-1)

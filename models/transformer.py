@@ -16,7 +16,7 @@ from precast.models import cache as kv_cache
 from precast.models.attention import Tokens, attention, lay_out
 from precast.models.cache import Segment
 from precast.models.config import ModelConfig
-from precast.models.layers import NORMS, Dense, PackedDense, embed, gated, linear, linear_sum, soft_cap
+from precast.models.layers import Dense, PackedDense, embed, gated_linear, linear, linear_sum, norm, soft_cap
 from precast.models.mla import latent_attention
 from precast.models.moe import mixture
 from precast.models.placement import Placement
@@ -56,7 +56,7 @@ def forward(
     for run in runs(config, placement.is_stacked):
         cache, x = _run(layers[: len(run.positions)], cache, x, tokens, config, placement, run)
         layers = layers[len(run.positions) :]
-    return cache, _norm(x, weights, "final_norm", config)
+    return cache, _norm(x, weights, "final_norm", config, placement)
 
 
 def _run(
@@ -103,25 +103,27 @@ def _block(
     """
     attend = attention if config.mla is None else latent_attention
     feed_forward = mixture if config.layer_is_moe(kind) else mlp
-    normed = _norm(x, weights, "attn_norm", config)
+    normed = _norm(x, weights, "attn_norm", config, placement)
     cache, mixed = attend(weights, cache, normed, tokens, config, placement, kind, layer)
-    mixed = _norm(mixed, weights, "attn_post_norm", config) * config.residual_multiplier
+    mixed = _norm(mixed, weights, "attn_post_norm", config, placement) * config.residual_multiplier
     if config.norm_placement == "parallel":
         return cache, x + mixed + feed_forward(weights, normed, config, placement) * config.residual_multiplier
     x = x + mixed
-    fed = feed_forward(weights, _norm(x, weights, "mlp_norm", config), config, placement)
-    return cache, x + _norm(fed, weights, "mlp_post_norm", config) * config.residual_multiplier
+    fed = feed_forward(weights, _norm(x, weights, "mlp_norm", config, placement), config, placement)
+    return cache, x + _norm(fed, weights, "mlp_post_norm", config, placement) * config.residual_multiplier
 
 
-def _norm(x: jax.Array, layer: Weights, name: str, config: ModelConfig) -> jax.Array:
+def _norm(x: jax.Array, layer: Weights, name: str, config: ModelConfig, placement: Placement) -> jax.Array:
     """The named norm, for layers that have it."""
-    return NORMS[config.norm_kind](x, layer[name], config.norm_eps) if name in layer else x
+    if name not in layer:
+        return x
+    return norm(x, layer[name], config.norm_eps, kind=config.norm_kind, is_native=placement.is_native)
 
 
 def mlp(weights: Weights, x: jax.Array, config: ModelConfig, placement: Placement) -> jax.Array:
     """Gated feed-forward: ``down(act(gate(x)) * up(x))``, ``[tokens, hidden]`` float32."""
-    gate, up = jnp.split(linear(x, weights["gate_up"]), 2, axis=-1)
-    return linear_sum(gated(gate, up, config), weights["down"], placement.shard, "mlp")
+    hidden = gated_linear(x, weights["gate_up"], config)
+    return linear_sum(hidden, weights["down"], placement.shard, "mlp")
 
 
 def unembed(weights: Weights, hidden: jax.Array, config: ModelConfig, placement: Placement = CPU) -> jax.Array:

@@ -5,8 +5,6 @@
 // which is what the processors' own bfloat16 instructions take. Outputs are filled up with zeros to whole panels, and
 // the inputs of bfloat16 to a multiple of kInputs.
 
-#include <vector>
-
 #include "crew.h"
 #include "products.h"
 
@@ -15,8 +13,10 @@ namespace {
 
 constexpr int kPanel = 32;
 constexpr int kInputs = 32;
-// Rows that are rounded at a time.
-constexpr int64_t kRowsTaken = 64;
+// Rows that are rounded at a time, and that two products are made of before they are made one.
+constexpr int64_t kRowsTaken = 64, kRowsGated = 96;
+// As in dense_product.py.
+enum Gate : int64_t { kNone, kSilu, kGelu };
 // Bytes. A processor fetches a stream ahead by itself, but not beyond the end of a page of memory.
 constexpr int64_t kAhead = 8192;
 // Products smaller than this are not worth a second thread.
@@ -33,45 +33,91 @@ struct Shape {
   int64_t Panels() const { return (outputs + kPanel - 1) / kPanel; }
 };
 
+// Rows of x as a product takes them, filled up with zeros to ``inputs``; they last until this thread's next call.
 template <typename T>
-void Run(ffi::ThreadPool& pool, const float* x, const T* weight, float* out, Shape shape) {
-  using Step = StepOf<T>;
-  using Input = typename Step::Input;
-  const int64_t inputs = PaddedInputs<T>(shape.inputs);
-  const Input* rows;
+const typename StepOf<T>::Input* Taken(ffi::ThreadPool& pool, const float* x, Shape shape, int64_t inputs) {
   if constexpr (std::is_same_v<T, float>) {
-    rows = x;
+    return x;
   } else {
-    static thread_local std::vector<Input> taken;
+    using Input = typename StepOf<T>::Input;
+    static thread_local Lines<Input> taken;
     taken.resize(shape.rows * inputs);
-    rows = taken.data();
     Share(pool, (shape.rows + kRowsTaken - 1) / kRowsTaken, true, [=, to = taken.data()](int64_t block) {
       for (int64_t row = block * kRowsTaken; row < std::min(shape.rows, (block + 1) * kRowsTaken); ++row) {
-        Take<Step, true>(x + row * shape.inputs, shape.inputs, to + row * inputs);
+        Take<StepOf<T>, true>(x + row * shape.inputs, shape.inputs, to + row * inputs);
         std::fill(to + row * inputs + shape.inputs, to + (row + 1) * inputs, Input{0});
       }
     });
+    return taken.data();
   }
+}
+
+// Products of one panel: ``rows`` rows of x, written to ``out``.
+template <typename T>
+void Panel(Multiplier<StepOf<T>>& products, const typename StepOf<T>::Input* x, int64_t rows, int64_t inputs,
+           const T* matrix, float* out, int64_t out_stride, int64_t columns) {
+  constexpr int kStep = StepOf<T>::kStep;
+  products.template Multiply<false>(
+      {x, inputs, inputs, matrix, matrix + kAhead / sizeof(T), kPanel * kStep, out, out_stride}, rows, columns);
+}
+
+template <typename T>
+void Run(ffi::ThreadPool& pool, const float* x, const T* weight, float* out, Shape shape) {
+  const int64_t inputs = PaddedInputs<T>(shape.inputs);
+  const auto* rows = Taken<T>(pool, x, shape, inputs);
   Share(pool, shape.Panels(), shape.IsShared(), [=](int64_t panel) {
-    const T* matrix = weight + panel * kPanel * inputs;
-    Product<Step> product{rows, inputs, inputs, matrix, matrix + kAhead / sizeof(T), kPanel * Step::kStep,
-                          out + panel * kPanel, shape.outputs};
+    Multiplier<StepOf<T>> products;
     int64_t columns = std::min<int64_t>(kPanel, shape.outputs - panel * kPanel);
-    Multiplier<Step>().template Multiply<false>(product, shape.rows, columns);
+    Panel(products, rows, shape.rows, inputs, weight + panel * kPanel * inputs, out + panel * kPanel, shape.outputs,
+          columns);
+  });
+}
+
+// x sigmoid(x), or that of GELU by tanh, 0.5 x (1 + tanh y) = x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3).
+inline Floats Activated(Floats x, bool is_gelu) {
+  Floats y = is_gelu ? x * MultiplyAdd(x * x, Spread(0.0713548163f), Spread(1.59576912f)) : x;
+  return x / (Spread(1.f) + Exp(Larger(Spread(-87.f), Spread(0.f) - Larger(Spread(-87.f), y))));
+}
+
+// Two products and activation(first) * second at once, so that what is between is never written to memory: the first
+// half of the panels are the first product's.
+template <typename T>
+void RunGated(ffi::ThreadPool& pool, const float* x, const T* weight, float* out, Shape shape, bool is_gelu) {
+  const int64_t inputs = PaddedInputs<T>(shape.inputs), half = shape.Panels() / 2, outputs = shape.outputs / 2;
+  const auto* rows = Taken<T>(pool, x, shape, inputs);
+  Share(pool, half, shape.IsShared(), [=](int64_t panel) {
+    Multiplier<StepOf<T>> products;
+    alignas(64) float gate[kRowsGated * kPanel], up[kRowsGated * kPanel];
+    for (int64_t row = 0; row < shape.rows; row += kRowsGated) {
+      int64_t block = std::min(kRowsGated, shape.rows - row);
+      const T* matrix = weight + panel * kPanel * inputs;
+      Panel(products, rows + row * inputs, block, inputs, matrix, gate, kPanel, kPanel);
+      Panel(products, rows + row * inputs, block, inputs, matrix + half * kPanel * inputs, up, kPanel, kPanel);
+      for (int64_t i = 0; i < block; ++i)
+        for (int64_t j = 0; j < kPanel; j += kVector)
+          Store(out + (row + i) * outputs + panel * kPanel + j,
+                Activated(Load(gate + i * kPanel + j), is_gelu) * Load(up + i * kPanel + j));
+    }
   });
 }
 
 template <typename T, ffi::DataType kWeight>
 ffi::Error Dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kWeight> weight,
-                 ffi::Result<ffi::Buffer<ffi::F32>> out) {
+                 ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t outputs, int64_t gate) {
   auto in = x.dimensions(), packed = weight.dimensions(), result = out->dimensions();
   constexpr int kStep = StepOf<T>::kStep;
   if (in.size() != 2 || result.size() != 2 || packed.size() != 2 + kStep || result[0] != in[0])
     return ffi::Error::InvalidArgument("dense product: x and out must be matrices of as many rows, weight packed");
-  Shape shape{in[0], in[1], result[1]};
+  Shape shape{in[0], in[1], outputs};
   if (packed[0] != shape.Panels() || packed[1] * kStep != PaddedInputs<T>(shape.inputs))
     return ffi::Error::InvalidArgument("dense product: weight is packed for other numbers of inputs or outputs");
-  Run<T>(pool, x.typed_data(), reinterpret_cast<const T*>(weight.typed_data()), out->typed_data(), shape);
+  if (result[1] != (gate == kNone ? outputs : outputs / 2) || (gate != kNone && outputs % (2 * kPanel) != 0))
+    return ffi::Error::InvalidArgument("dense product: out has another number of columns, or halves are no panels");
+  const T* matrix = reinterpret_cast<const T*>(weight.typed_data());
+  if (gate == kNone)
+    Run<T>(pool, x.typed_data(), matrix, out->typed_data(), shape);
+  else
+    RunGated<T>(pool, x.typed_data(), matrix, out->typed_data(), shape, gate == kGelu);
   return ffi::Error::Success();
 }
 
@@ -130,14 +176,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_dense_f32, (precast::Dense<float, ffi::F32
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("outputs")
+                                  .Attr<int64_t>("gate"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_dense_bf16, (precast::Dense<precast::bfloat16, ffi::U16>),
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U16>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("outputs")
+                                  .Attr<int64_t>("gate"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(precast_rows_f32, (precast::Rows<float, ffi::F32>),
                               ffi::Ffi::Bind()

@@ -15,6 +15,7 @@ from precast.kernels_pallas.native import library
 
 # As in dense_product.cc.
 PANEL, INPUTS = 32, 32
+GATES = {"silu": 1, "gelu_tanh": 2}
 
 
 def packed_shape(outputs: int, inputs: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -35,8 +36,23 @@ def pack(matrix: np.ndarray, out: np.ndarray) -> None:
 
 def dense_product(x: jax.Array, packed: jax.Array, outputs: int) -> jax.Array:
     """``[rows, inputs]`` times a packed matrix: ``[rows, outputs]`` float32; x is rounded to the matrix's dtype."""
-    call = jax.ffi.ffi_call(library.target(library.DENSE, packed), jax.ShapeDtypeStruct((len(x), outputs), jnp.float32))
-    return call(x.astype(jnp.float32), packed)
+    return _product(x, packed, outputs, outputs, 0)
+
+
+def can_gate(activation: str, outputs: int) -> bool:
+    """Whether there is a ``gated_product`` of this activation and so many outputs of both products together."""
+    return activation in GATES and outputs % (2 * PANEL) == 0
+
+
+def gated_product(x: jax.Array, packed: jax.Array, outputs: int, activation: str) -> jax.Array:
+    """``activation(gate) * up`` of the two halves of ``dense_product``: ``[rows, outputs / 2]`` float32."""
+    return _product(x, packed, outputs, outputs // 2, GATES[activation])
+
+
+def _product(x: jax.Array, packed: jax.Array, outputs: int, columns: int, gate: int) -> jax.Array:
+    result = jax.ShapeDtypeStruct((len(x), columns), jnp.float32)
+    call = jax.ffi.ffi_call(library.target(library.DENSE, packed), result)
+    return call(x.astype(jnp.float32), packed, outputs=np.int64(outputs), gate=np.int64(gate))
 
 
 def packed_rows(packed: jax.Array, indices: jax.Array, inputs: int) -> jax.Array:

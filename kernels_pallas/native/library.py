@@ -23,7 +23,8 @@ from absl import logging
 FILE = "native.so"
 # Custom calls in a program, as ``jax.ffi`` knows them.
 DENSE, ROWS, ATTENTION, WRITE = "precast_dense", "precast_rows", "precast_cpu_attention", "precast_cpu_write"
-TARGETS = tuple(f"{kernel}_{kind}" for kernel in (DENSE, ROWS, ATTENTION, WRITE) for kind in ("f32", "bf16"))
+NORM = "precast_norm_f32"
+TARGETS = (*(f"{kernel}_{kind}" for kernel in (DENSE, ROWS, ATTENTION, WRITE) for kind in ("f32", "bf16")), NORM)
 _PACKERS = ("precast_pack_f32", "precast_pack_bf16")
 _COMPILERS = ("c++", "g++", "clang++")
 # Without warnings: GCC 12 has false ones in its own headers of intrinsics.

@@ -6,8 +6,6 @@
 // row's pages in order with a running softmax (FlashAttention, arXiv:2205.14135), a page a block. What a query does
 // not see, a page in which it sees nothing and what lies in a page beyond the context change no bit of its result.
 
-#include <vector>
-
 #include "crew.h"
 #include "products.h"
 
@@ -38,8 +36,8 @@ template <typename Step>
 struct Running {
   using Input = typename Step::Input;
   using Products = Multiplier<Step>;
-  std::vector<Input> queries, weights;
-  std::vector<float> top, total, mixed, scores;
+  Lines<Input> queries, weights;
+  Lines<float> top, total, mixed, scores;
   int64_t query_stride, weight_stride, score_stride, mixed_stride;
 
   void Start(const Sizes& sizes, int64_t stacked, const float* sinks) {
@@ -133,7 +131,7 @@ struct Attention {
   }
 
   void Scaled(const float* query, typename Step::Input* to) const {
-    static thread_local std::vector<float> scaled;
+    static thread_local Lines<float> scaled;
     scaled.resize(sizes.head_dim);
     std::transform(query, query + sizes.head_dim, scaled.begin(), [this](float x) { return x * options.scale; });
     Take<Step, false>(scaled.data(), sizes.head_dim, to);
@@ -142,7 +140,7 @@ struct Attention {
   // The page that begins at position ``begin``, for the queries that see some of it; ``next`` is wanted after it.
   void TakePage(Products& products, Running<Step>& running, int64_t live, int64_t start, int64_t begin,
                 int64_t context, int64_t page, int64_t next) const {
-    static thread_local std::vector<T> key_copy, value_copy;
+    static thread_local Lines<T> key_copy, value_copy;
     int64_t size = std::min(sizes.page_size, context - begin), group = sizes.group();
     int64_t from = std::clamp<int64_t>(begin - start, 0, live), to = live;
     if (options.window) to = std::clamp<int64_t>(begin + size - 1 + options.window - start, from, live);
@@ -172,7 +170,7 @@ struct Attention {
   // One side of a page as a matrix of ``whole_rows`` by ``whole_columns``, and where the next one's may be: the page
   // itself if it is as large as that and all of its rows count, else a copy filled up with zeros.
   std::pair<const T*, const T*> Whole(const T* from, const T* next, int64_t rows, int64_t whole_rows, int64_t columns,
-                                      int64_t whole_columns, std::vector<T>& copy) const {
+                                      int64_t whole_columns, Lines<T>& copy) const {
     if (rows == whole_rows && columns == whole_columns) return {from, next};
     copy.assign(whole_rows * whole_columns, T{0});
     for (int64_t row = 0; row < rows; row += Step::kStep)

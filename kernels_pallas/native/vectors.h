@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -14,6 +16,21 @@
 namespace precast {
 
 using bfloat16 = uint16_t;
+
+// Numbers that begin with a cache line, so that no vector or tile row lies on two.
+template <typename T>
+struct LineAllocator {
+  using value_type = T;
+  LineAllocator() = default;
+  template <typename Other>
+  LineAllocator(const LineAllocator<Other>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(64)); }
+  friend bool operator==(LineAllocator, LineAllocator) { return true; }
+  friend bool operator!=(LineAllocator, LineAllocator) { return false; }
+};
+template <typename T>
+using Lines = std::vector<T, LineAllocator<T>>;
 
 template <typename To, typename From>
 inline To Bits(const From& from) {
