@@ -31,43 +31,66 @@ inline float Lane(Floats x) {
   return lanes[0];
 }
 
+inline void Put(Floats x, float* to) { Store(to, x); }
+#ifdef __AVX512BF16__
+inline void Put(Floats x, bfloat16* to) { StoreNarrowed(to, x); }
+#endif
+
+// The numbers of x from low to high, and ``otherwise`` in place of the others.
+inline Floats Seen(Floats x, int64_t low, int64_t high, float otherwise) {
+  if (low <= 0 && high >= kVector) return x;
+  float lanes[kVector];
+  Store(lanes, x);
+  for (int64_t i = 0; i < kVector; ++i)
+    if (i < low || i >= high) lanes[i] = otherwise;
+  return Load(lanes);
+}
+
 // The running softmax of one item's queries, ``stacked`` of them, with what its products take and give.
 template <typename Step>
 struct Running {
   using Input = typename Step::Input;
   using Products = Multiplier<Step>;
   Lines<Input> queries, weights;
-  Lines<float> top, total, mixed, scores;
-  int64_t query_stride, weight_stride, score_stride, mixed_stride;
+  Lines<float> top, total, mixed, scores, scaled;
+  Lines<typename Step::Weight> key_copy, value_copy;
+  // Queries are filled up to ``query_stride`` inputs, a page's tokens to ``tokens``.
+  int64_t query_stride, tokens, score_stride, mixed_stride;
 
   void Start(const Sizes& sizes, int64_t stacked, const float* sinks) {
     query_stride = RoundedUp(sizes.head_dim, Products::kInputs);
-    weight_stride = RoundedUp(sizes.page_size, Products::kInputs);
+    tokens = RoundedUp(sizes.page_size, Products::kInputs);
     score_stride = RoundedUp(sizes.page_size, std::max(Products::kInputs, Products::kOutputs));
     mixed_stride = RoundedUp(sizes.value_dim, Products::kOutputs);
     queries.assign(stacked * query_stride, Input{0});
-    weights.resize(stacked * weight_stride);
+    weights.resize(stacked * score_stride);
     scores.resize(stacked * score_stride);
     mixed.assign(stacked * mixed_stride, 0.f);
     top.assign(stacked, kMasked), total.assign(stacked, sinks ? 1.f : 0.f);
     for (int64_t s = 0; sinks && s < stacked; ++s) top[s] = sinks[s % sizes.group()];
   }
 
+  void TakeQuery(const float* query, int64_t head_dim, float scale, int64_t s) {
+    scaled.resize(head_dim);
+    std::transform(query, query + head_dim, scaled.begin(), [scale](float x) { return x * scale; });
+    Take<Step, false>(scaled.data(), head_dim, &queries[s * query_stride]);
+  }
+
   // Makes weights of the scores of query s, of which it sees those from low to high.
   void Weigh(int64_t s, int64_t low, int64_t high, float soft_cap) {
     float* row = &scores[s * score_stride];
     if (soft_cap > 0) Cap(row, soft_cap);
-    std::fill(row, row + low, kMasked), std::fill(row + high, row + score_stride, kMasked);
-    Floats most = Spread(top[s]);
-    for (int64_t t = 0; t < score_stride; t += kVector) most = Larger(Load(row + t), most);
+    Floats most = Spread(top[s]), sum = Spread(0.f);
+    for (int64_t t = 0; t < score_stride; t += kVector)
+      most = Larger(Seen(Load(row + t), low - t, high - t, kMasked), most);
     float new_top = Largest(most);
-    for (int64_t t = 0; t < score_stride; t += kVector) Store(row + t, Exp(Load(row + t) - Spread(new_top)));
-    std::fill(row, row + low, 0.f), std::fill(row + high, row + score_stride, 0.f);
-    Floats sum = Spread(0.f);
-    for (int64_t t = 0; t < score_stride; t += kVector) sum = sum + Load(row + t);
+    for (int64_t t = 0; t < score_stride; t += kVector) {
+      Floats weight = Seen(Exp(Load(row + t) - Spread(new_top)), low - t, high - t, 0.f);
+      sum = sum + weight;
+      Put(weight, &weights[s * score_stride + t]);
+    }
     if (new_top != top[s]) Shrink(s, Exp(Spread(top[s] - new_top)));
     top[s] = new_top, total[s] += Sum(sum);
-    Take<Step, false>(row, weight_stride, &weights[s * weight_stride]);
   }
 
   void Shrink(int64_t s, Floats factor) {
@@ -113,8 +136,8 @@ struct Attention {
     running.Start(sizes, live * group, options.sinks ? options.sinks + head * group : nullptr);
     for (int64_t i = 0; i < live; ++i)
       for (int64_t g = 0; g < group; ++g)
-        Scaled(queries + place(i, sizes.head_dim) + g * sizes.head_dim,
-               &running.queries[(i * group + g) * running.query_stride]);
+        running.TakeQuery(queries + place(i, sizes.head_dim) + g * sizes.head_dim, sizes.head_dim, options.scale,
+                          i * group + g);
     Products products;
     int64_t first = options.window ? std::max<int64_t>(0, start - options.window + 1) : 0;
     auto id = [&](int64_t page) { return table[row * sizes.width + page] * sizes.kv_heads + head; };
@@ -130,17 +153,9 @@ struct Attention {
       }
   }
 
-  void Scaled(const float* query, typename Step::Input* to) const {
-    static thread_local Lines<float> scaled;
-    scaled.resize(sizes.head_dim);
-    std::transform(query, query + sizes.head_dim, scaled.begin(), [this](float x) { return x * options.scale; });
-    Take<Step, false>(scaled.data(), sizes.head_dim, to);
-  }
-
   // The page that begins at position ``begin``, for the queries that see some of it; ``next`` is wanted after it.
   void TakePage(Products& products, Running<Step>& running, int64_t live, int64_t start, int64_t begin,
                 int64_t context, int64_t page, int64_t next) const {
-    static thread_local Lines<T> key_copy, value_copy;
     int64_t size = std::min(sizes.page_size, context - begin), group = sizes.group();
     int64_t from = std::clamp<int64_t>(begin - start, 0, live), to = live;
     if (options.window) to = std::clamp<int64_t>(begin + size - 1 + options.window - start, from, live);
@@ -149,7 +164,7 @@ struct Attention {
     int64_t key_size = RoundedUp(sizes.head_dim, Step::kStep) * sizes.page_size;
     int64_t value_size = RoundedUp(sizes.page_size, Step::kStep) * sizes.value_dim;
     auto [key, next_key] = Whole(keys + page * key_size, keys + next * key_size, sizes.head_dim, running.query_stride,
-                                 sizes.page_size, running.score_stride, key_copy);
+                                 sizes.page_size, running.score_stride, running.key_copy);
     products.template Multiply<false>({&running.queries[first * running.query_stride], running.query_stride,
                                        running.query_stride, key, next_key, running.score_stride * Step::kStep,
                                        &running.scores[first * running.score_stride], running.score_stride},
@@ -159,10 +174,10 @@ struct Attention {
       int64_t low = options.window ? std::max<int64_t>(0, position - options.window + 1 - begin) : 0;
       running.Weigh(s, low, std::min(size, position + 1 - begin), options.soft_cap);
     }
-    auto [value, next_value] = Whole(values + page * value_size, values + next * value_size, size,
-                                     running.weight_stride, sizes.value_dim, running.mixed_stride, value_copy);
-    products.template Multiply<true>({&running.weights[first * running.weight_stride], running.weight_stride,
-                                      running.weight_stride, value, next_value, running.mixed_stride * Step::kStep,
+    auto [value, next_value] = Whole(values + page * value_size, values + next * value_size, size, running.tokens,
+                                     sizes.value_dim, running.mixed_stride, running.value_copy);
+    products.template Multiply<true>({&running.weights[first * running.score_stride], running.score_stride,
+                                      running.tokens, value, next_value, running.mixed_stride * Step::kStep,
                                       &running.mixed[first * running.mixed_stride], running.mixed_stride},
                                      rows, running.mixed_stride);
   }
@@ -207,8 +222,8 @@ inline int64_t Place(int64_t row, int64_t column, int64_t columns) {
   return (row / kStep * columns + column) * kStep + row % kStep;
 }
 
-inline void Put(float x, float& to) { to = x; }
-inline void Put(float x, bfloat16& to) { to = Narrowed(x); }
+inline void Set(float x, float& to) { to = x; }
+inline void Set(float x, bfloat16& to) { to = Narrowed(x); }
 
 // keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, value_dim] go to pages [tokens] at offsets [tokens].
 template <typename T, ffi::DataType kPages>
@@ -236,8 +251,8 @@ ffi::Error Write(ffi::ThreadPool pool, ffi::Buffer<kPages> key_pages, ffi::Buffe
       int64_t id = ids[token] * heads + head, offset = places[token];
       const float* key = new_keys + (token * heads + head) * head_dim;
       const float* value = new_values + (token * heads + head) * value_dim;
-      for (int64_t d = 0; d < head_dim; ++d) Put(key[d], key_to[id * key_size + Place<T>(d, offset, page_size)]);
-      for (int64_t d = 0; d < value_dim; ++d) Put(value[d], value_to[id * value_size + Place<T>(offset, d, value_dim)]);
+      for (int64_t d = 0; d < head_dim; ++d) Set(key[d], key_to[id * key_size + Place<T>(d, offset, page_size)]);
+      for (int64_t d = 0; d < value_dim; ++d) Set(value[d], value_to[id * value_size + Place<T>(offset, d, value_dim)]);
     }
   });
   return ffi::Error::Success();

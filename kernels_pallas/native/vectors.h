@@ -125,11 +125,16 @@ inline Floats Exp(Floats x) {
   return TimesPowerOf2(MultiplyAdd(y, x * x, x) + Spread(1.f), n);
 }
 
+#ifdef __AVX512BF16__
+inline void StoreNarrowed(bfloat16* to, Floats x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+}
+#endif
+
 inline void Narrow(const float* from, int64_t count, bfloat16* to) {
   int64_t i = 0;
 #ifdef __AVX512BF16__
-  for (; i + kVector <= count; i += kVector)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), (__m256i)_mm512_cvtneps_pbh(Load(from + i)));
+  for (; i + kVector <= count; i += kVector) StoreNarrowed(to + i, Load(from + i));
 #endif
   for (; i < count; ++i) to[i] = Narrowed(from[i]);
 }
