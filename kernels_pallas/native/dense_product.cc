@@ -76,7 +76,7 @@ void Run(ffi::ThreadPool& pool, const float* x, const T* weight, float* out, Sha
 // x sigmoid(x), or that of GELU by tanh, 0.5 x (1 + tanh y) = x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3).
 inline Floats Activated(Floats x, bool is_gelu) {
   Floats y = is_gelu ? x * MultiplyAdd(x * x, Spread(0.0713548163f), Spread(1.59576912f)) : x;
-  return x / (Spread(1.f) + Exp(Larger(Spread(-87.f), Spread(0.f) - Larger(Spread(-87.f), y))));
+  return x * Reciprocal(Spread(1.f) + Exp(Spread(0.f) - Larger(Spread(-87.f), y)));
 }
 
 // Two products and activation(first) * second at once, so that what is between is never written to memory: the first

@@ -60,6 +60,11 @@ inline Floats MultiplyAdd(Floats x, Floats y, Floats sum) { return _mm512_fmadd_
 inline Floats Larger(Floats x, Floats y) { return _mm512_max_ps(x, y); }
 inline Floats Rounded(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Floats TimesPowerOf2(Floats x, Floats power) { return _mm512_scalef_ps(x, power); }
+// Within a unit in the last place, by a step of Newton's: a division takes as long as an exponential.
+inline Floats Reciprocal(Floats x) {
+  Floats y = _mm512_rcp14_ps(x);
+  return y * (Spread(2.f) - x * y);
+}
 inline float Largest(Floats x) { return _mm512_reduce_max_ps(x); }
 inline float Sum(Floats x) { return _mm512_reduce_add_ps(x); }
 inline Floats LowHalves(Floats pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)); }
@@ -79,6 +84,7 @@ inline Floats TimesPowerOf2(Floats x, Floats power) {
   __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127));
   return x * _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
 }
+inline Floats Reciprocal(Floats x) { return Spread(1.f) / x; }
 inline float Largest(Floats x) {
   __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -106,6 +112,7 @@ inline Floats Each(F f) { return Floats{f(0), f(1), f(2), f(3)}; }
 inline Floats Larger(Floats x, Floats y) { return Each([&](int i) { return x[i] > y[i] ? x[i] : y[i]; }); }
 inline Floats Rounded(Floats x) { return Each([&](int i) { return std::nearbyint(x[i]); }); }
 inline Floats TimesPowerOf2(Floats x, Floats n) { return Each([&](int i) { return std::ldexp(x[i], int(n[i])); }); }
+inline Floats Reciprocal(Floats x) { return Spread(1.f) / x; }
 inline float Largest(Floats x) { return std::max(std::max(x[0], x[1]), std::max(x[2], x[3])); }
 inline float Sum(Floats x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 inline Floats LowHalves(Floats pairs) { return reinterpret_cast<Floats>(reinterpret_cast<Words>(pairs) << 16); }
