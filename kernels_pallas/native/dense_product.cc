@@ -19,6 +19,8 @@ constexpr int64_t kRowsTaken = 64, kRowsGated = 96;
 enum Gate : int64_t { kNone, kSilu, kGelu };
 // Bytes. A processor fetches a stream ahead by itself, but not beyond the end of a page of memory.
 constexpr int64_t kAhead = 8192;
+// Items of work for a thread: enough of them that all threads end together.
+constexpr int64_t kItems = 16;
 // Products smaller than this are not worth a second thread.
 constexpr int64_t kLeastShared = 1 << 17;
 
@@ -65,11 +67,15 @@ template <typename T>
 void Run(ffi::ThreadPool& pool, const float* x, const T* weight, float* out, Shape shape) {
   const int64_t inputs = PaddedInputs<T>(shape.inputs);
   const auto* rows = Taken<T>(pool, x, shape, inputs);
-  Share(pool, shape.Panels(), shape.IsShared(), [=](int64_t panel) {
+  // Neighbouring panels lie behind one another, and so do their outputs.
+  const int64_t together = std::max<int64_t>(1, shape.Panels() / (kItems * pool.num_threads()));
+  Share(pool, (shape.Panels() + together - 1) / together, shape.IsShared(), [=](int64_t item) {
     Multiplier<StepOf<T>> products;
-    int64_t columns = std::min<int64_t>(kPanel, shape.outputs - panel * kPanel);
-    Panel(products, rows, shape.rows, inputs, weight + panel * kPanel * inputs, out + panel * kPanel, shape.outputs,
-          columns);
+    for (int64_t panel = item * together; panel < std::min(shape.Panels(), (item + 1) * together); ++panel) {
+      int64_t columns = std::min<int64_t>(kPanel, shape.outputs - panel * kPanel);
+      Panel(products, rows, shape.rows, inputs, weight + panel * kPanel * inputs, out + panel * kPanel, shape.outputs,
+            columns);
+    }
   });
 }
 
