@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from precast.kernels_pallas.grouped_product import grouped_product
 from precast.models.config import ModelConfig, MoeConfig
-from precast.models.layers import gated, grouped_linear, linear, row_sums
+from precast.models.layers import gated, gated_linear, grouped_linear, linear, row_sums
 from precast.models.placement import Placement
 
 # Rows that are routed at a time.
@@ -32,8 +32,7 @@ def mixture(weights: dict[str, Any], x: jax.Array, config: ModelConfig, placemen
     for choice in range(1, moe.experts_per_token):
         total = total + outputs[:, choice] * mix[:, choice : choice + 1]
     if moe.shared_intermediate_size:
-        gate, up = jnp.split(linear(x, weights["shared_gate_up"]), 2, axis=-1)
-        shared = linear(gated(gate, up, config), weights["shared_down"])
+        shared = linear(gated_linear(x, weights["shared_gate_up"], config), weights["shared_down"])
         if moe.shared_gate:
             shared = shared * jax.nn.sigmoid(row_sums(x * weights["shared_gate"]))
         total = total + shared

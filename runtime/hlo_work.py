@@ -198,7 +198,8 @@ def _flops(module: Module, inside: Computation, instruction: Instruction) -> int
     if opcode == "custom-call" and "__cublas$" in instruction.attributes:
         return _product_flops(inside, instruction, r'"lhs_contracting_dimensions":\[([\d",]*)\]')
     if opcode == "custom-call" and f'"{library.DENSE}_' in instruction.attributes:
-        return 2 * instruction.arrays[0].elements * inside.instructions[instruction.operands[0]].arrays[0].dims[1]
+        # Of the packed weight, what fills up its panels included.
+        return 2 * instruction.arrays[0].dims[0] * inside.instructions[instruction.operands[1]].arrays[0].elements
     if opcode == "convolution":
         return _convolution_flops(inside, instruction)
     return 0

@@ -13,6 +13,8 @@ namespace precast {
 namespace {
 
 constexpr float kMasked = -1e30f;
+// Tokens that one thread writes to the cache at a time.
+constexpr int64_t kTokensWritten = 16;
 
 struct Sizes {
   int64_t rows, queries, heads, kv_heads, head_dim, value_dim, page_size, width;
@@ -222,8 +224,8 @@ inline int64_t Place(int64_t row, int64_t column, int64_t columns) {
   return (row / kStep * columns + column) * kStep + row % kStep;
 }
 
-inline void Set(float x, float& to) { to = x; }
-inline void Set(float x, bfloat16& to) { to = Narrowed(x); }
+inline void Stored(const float* from, int64_t count, float* to) { std::copy_n(from, count, to); }
+inline void Stored(const float* from, int64_t count, bfloat16* to) { Narrow(from, count, to); }
 
 // keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, value_dim] go to pages [tokens] at offsets [tokens].
 template <typename T, ffi::DataType kPages>
@@ -246,14 +248,19 @@ ffi::Error Write(ffi::ThreadPool pool, ffi::Buffer<kPages> key_pages, ffi::Buffe
   const float* new_values = values.typed_data();
   const int32_t* ids = pages.typed_data();
   const int32_t* places = offsets.typed_data();
-  Share(pool, heads, tokens > 4, [=](int64_t head) {
-    for (int64_t token = 0; token < tokens; ++token) {
-      int64_t id = ids[token] * heads + head, offset = places[token];
-      const float* key = new_keys + (token * heads + head) * head_dim;
-      const float* value = new_values + (token * heads + head) * value_dim;
-      for (int64_t d = 0; d < head_dim; ++d) Set(key[d], key_to[id * key_size + Place<T>(d, offset, page_size)]);
-      for (int64_t d = 0; d < value_dim; ++d) Set(value[d], value_to[id * value_size + Place<T>(offset, d, value_dim)]);
-    }
+  Share(pool, (tokens + kTokensWritten - 1) / kTokensWritten, true, [=](int64_t block) {
+    static thread_local Lines<T> stored;
+    stored.resize(head_dim + value_dim);
+    T* key = stored.data();
+    T* value = key + head_dim;
+    for (int64_t token = block * kTokensWritten; token < std::min(tokens, (block + 1) * kTokensWritten); ++token)
+      for (int64_t head = 0; head < heads; ++head) {
+        int64_t id = ids[token] * heads + head, offset = places[token];
+        Stored(new_keys + (token * heads + head) * head_dim, head_dim, key);
+        Stored(new_values + (token * heads + head) * value_dim, value_dim, value);
+        for (int64_t d = 0; d < head_dim; ++d) key_to[id * key_size + Place<T>(d, offset, page_size)] = key[d];
+        for (int64_t d = 0; d < value_dim; ++d) value_to[id * value_size + Place<T>(offset, d, value_dim)] = value[d];
+      }
   });
   return ffi::Error::Success();
 }

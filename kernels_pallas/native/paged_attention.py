@@ -65,7 +65,7 @@ def cache_write(
       key_pages, value_pages: of ``page_shapes``.
       keys: ``[tokens, kv_heads, head_dim]`` float32.
       values: ``[tokens, kv_heads, value_dim]`` float32.
-      page_ids, offsets: ``[tokens]`` int32, where each token goes; of two with one place the later one stays.
+      page_ids, offsets: ``[tokens]`` int32, where each token goes; of two with one place either may stay.
 
     Returns:
       The pages.

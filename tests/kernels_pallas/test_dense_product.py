@@ -1,5 +1,6 @@
 """Products on packed weights: right, and the same bits for a row whatever the other rows are."""
 
+import functools
 import subprocess
 import sys
 
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
-from precast.kernels_pallas.native import dense_product, library
+from precast.kernels_pallas.native import dense_product, library, norm
 
 SHAPES = [(1, 1), (5, 3), (32, 32), (33, 31), (96, 64), (100, 80), (576, 1536), (3000, 576)]
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -28,6 +30,7 @@ def operands(dtype, outputs, inputs, rows):
 
 
 product = jax.jit(dense_product.dense_product, static_argnums=2)
+gated = jax.jit(dense_product.gated_product, static_argnums=(2, 3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,6 +56,41 @@ def test_a_row_has_the_same_bits_in_any_company(dtype, outputs, inputs):
             np.asarray(product(x[:rows], packed, outputs)), together[:rows], err_msg=f"{rows}"
         )
         np.testing.assert_array_equal(np.asarray(product(x[-rows:], packed, outputs)), together[-rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 3), (3072, 576)])
+def test_gated_against_float64(dtype, activation, outputs, inputs):
+    x, matrix, packed = operands(dtype, outputs, inputs, 200)
+    x[0, 0] = 300  # beyond what an exponential holds, to both sides
+    both = x.astype(DTYPES[dtype]).astype(np.float64) @ matrix.astype(np.float64).T
+    gate, up = torch.from_numpy(both).chunk(2, dim=1)
+    gate = (
+        torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+    )
+    got = np.asarray(gated(x, packed, outputs, activation))
+    np.testing.assert_allclose(got, (gate * up).numpy(), rtol=1e-4, atol=1e-3)
+    for rows in (1, 2, 7, 17, 32, 33, 96, 97):
+        np.testing.assert_array_equal(np.asarray(gated(x[:rows], packed, outputs, activation)), got[:rows])
+    assert not dense_product.can_gate("gelu", 64) and not dense_product.can_gate("silu", 96)
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 80, 576])
+def test_norms_against_torch(width):
+    x, scale = np.random.default_rng(width).standard_normal((70, width)).astype(np.float32) * 5, np.ones(width)
+    scale[::3] = 0.25
+    wide, weight = torch.from_numpy(x).double(), torch.from_numpy(scale)
+    expected = {
+        False: torch.nn.functional.rms_norm(wide, (width,), weight, 1e-5),
+        True: torch.nn.functional.layer_norm(wide, (width,), weight, None, 1e-5),
+    }
+    for is_centred, right in expected.items():
+        call = jax.jit(functools.partial(norm.norm, eps=1e-5, is_centred=is_centred))
+        got = np.asarray(call(x, scale.astype(np.float32)))
+        np.testing.assert_allclose(got, right.numpy(), rtol=1e-5, atol=1e-5)
+        for rows in (1, 2, 16, 17):
+            np.testing.assert_array_equal(np.asarray(call(x[-rows:], scale.astype(np.float32))), got[-rows:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

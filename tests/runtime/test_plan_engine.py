@@ -75,7 +75,8 @@ def test_a_plan_has_the_kernels_in_it(given):
     (backbone,) = (program for name, program in manifest.read(given).manifest["programs"].items() if name == DECODE)
     layers = 2
     assert backbone["custom_calls"] == {
-        "precast_dense_f32": 4 * layers, "precast_cpu_attention_f32": layers, "precast_cpu_write_f32": layers
+        "precast_dense_f32": 4 * layers, "precast_cpu_attention_f32": layers, "precast_cpu_write_f32": layers,
+        "precast_norm_f32": 2 * layers + 1,
     }  # fmt: skip
 
 
