@@ -61,12 +61,16 @@ class Crew {
   }
 
   void Help(ffi::ThreadPool& pool, std::shared_ptr<Job> job, int64_t helpers) {
+    int64_t missing;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = std::move(job);
       calls_.fetch_add(1, std::memory_order_release);
-      for (; present_ < helpers; ++present_) pool.Schedule([this] { Wait(); });
+      missing = std::max<int64_t>(0, helpers - present_);
+      present_ += missing;
     }
+    // Without the lock: a pool that is full runs what it is given at once.
+    for (int64_t i = 0; i < missing; ++i) pool.Schedule([this] { Wait(); });
   }
 
  private:

@@ -133,8 +133,8 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::Buffer<kWeight> weight, ffi::Buffer<f
                 ffi::Result<ffi::Buffer<ffi::F32>> out) {
   constexpr int kStep = StepOf<T>::kStep;
   auto packed = weight.dimensions(), result = out->dimensions();
-  if (packed.size() != 2 + kStep || result.size() != 2)
-    return ffi::Error::InvalidArgument("rows of a packed matrix: out must be a matrix, weight packed");
+  if (packed.size() != 2 + kStep || result.size() != 2 || packed[0] == 0)
+    return ffi::Error::InvalidArgument("rows of a packed matrix: out must be a matrix, weight packed and not empty");
   int64_t panel_inputs = packed[1] * kStep, inputs = result[1];
   if (result[0] != static_cast<int64_t>(indices.element_count()) ||
       PaddedInputs<T>(inputs) != panel_inputs)

@@ -28,8 +28,10 @@ def packed_shape(outputs: int, inputs: int, dtype: np.dtype) -> jax.ShapeDtypeSt
 
 
 def pack(matrix: np.ndarray, out: np.ndarray) -> None:
-    """Packs ``matrix [outputs, inputs]``, contiguous, into ``out`` of ``packed_shape``."""
+    """Packs ``matrix [outputs, inputs]``, float32 or bfloat16 and contiguous, into ``out`` of ``packed_shape``."""
     outputs, inputs = matrix.shape
+    assert matrix.dtype in (np.float32, jnp.bfloat16) and matrix.flags.c_contiguous and out.flags.c_contiguous
+    assert out.shape == packed_shape(outputs, inputs, matrix.dtype).shape
     name = "precast_pack_f32" if matrix.dtype == np.float32 else "precast_pack_bf16"
     library.function(name)(matrix.ctypes.data, out.ctypes.data, outputs, inputs)
 

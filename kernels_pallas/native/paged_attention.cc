@@ -3,8 +3,9 @@
 // kv_heads, head_dim / 2, page_size, 2] and v [pages, kv_heads, page_size / 2, value_dim, 2].
 //
 // A row and KV head is one item of work: its query heads and queries stand together, query by query, and go over the
-// row's pages in order with a running softmax (FlashAttention, arXiv:2205.14135), a page a block. What a query does
-// not see, a page in which it sees nothing and what lies in a page beyond the context change no bit of its result.
+// row's pages in order with a running softmax (FlashAttention, arXiv:2205.14135), a page a block. What lies in a page
+// beyond the context, a page in which a query sees nothing and finite numbers that it does not see change no bit of its
+// result, but the sign of a zero.
 
 #include "crew.h"
 #include "products.h"
@@ -198,18 +199,31 @@ struct Attention {
   }
 };
 
+template <typename Buffer>
+inline int64_t Count(const Buffer& buffer) {
+  return static_cast<int64_t>(buffer.element_count());
+}
+
+// Of a sum over so many.
+template <typename T>
+inline int64_t Steps(int64_t count) {
+  return RoundedUp(count, StepOf<T>::kStep) / StepOf<T>::kStep;
+}
+
 template <typename T, ffi::DataType kPages>
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buffer<kPages> keys,
                   ffi::Buffer<kPages> values, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> context_lens,
                   ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::Buffer<ffi::F32>> out,
                   float scale, float soft_cap, int64_t window) {
   auto q = queries.dimensions(), k = keys.dimensions(), v = values.dimensions(), t = table.dimensions();
-  constexpr int kStep = StepOf<T>::kStep, kRank = 3 + kStep;
+  constexpr int kRank = 3 + StepOf<T>::kStep;
   if (q.size() != 4 || k.size() != kRank || v.size() != kRank || t.size() != 2 || k[0] != v[0] || k[1] != v[1] ||
-      k[2] != (q[3] + kStep - 1) / kStep || (k[3] + kStep - 1) / kStep != v[2] || t[0] != q[0] || q[2] % k[1] != 0)
+      k[1] == 0 || k[3] == 0 || k[2] != Steps<T>(q[3]) || v[2] != Steps<T>(k[3]) || t[0] != q[0] || q[2] % k[1] != 0)
     return ffi::Error::InvalidArgument("paged attention: shapes of queries, pages and page table do not agree");
+  if (Count(context_lens) != q[0] || Count(starts) != q[0] || (Count(sinks) != 0 && Count(sinks) != q[2]))
+    return ffi::Error::InvalidArgument("paged attention: not a context and a start for each row, or a sink for each head");
   Sizes sizes{q[0], q[1], q[2], k[1], q[3], v[3], k[3], t[1]};
-  Options options{scale, soft_cap, window, sinks.element_count() ? sinks.typed_data() : nullptr};
+  Options options{scale, soft_cap, window, Count(sinks) ? sinks.typed_data() : nullptr};
   Attention<T> attention{sizes, options, queries.typed_data(), reinterpret_cast<const T*>(keys.typed_data()),
                          reinterpret_cast<const T*>(values.typed_data()), table.typed_data(),
                          context_lens.typed_data(), starts.typed_data(), out->typed_data()};
@@ -232,14 +246,16 @@ template <typename T, ffi::DataType kPages>
 ffi::Error Write(ffi::ThreadPool pool, ffi::Buffer<kPages> key_pages, ffi::Buffer<kPages> value_pages,
                  ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> pages,
                  ffi::Buffer<ffi::S32> offsets, ffi::Result<ffi::Buffer<kPages>> key_out, ffi::Result<ffi::Buffer<kPages>> value_out) {
-  auto k = key_pages.dimensions(), v = value_pages.dimensions();
-  constexpr int kStep = StepOf<T>::kStep;
-  int64_t tokens = pages.element_count(), heads = k[1], page_size = k[3], value_dim = v[3];
-  int64_t head_dim = keys.dimensions().back(), key_size = k[2] * kStep * page_size, value_size = v[2] * kStep * value_dim;
-  if (keys.dimensions().size() != 3 || static_cast<int64_t>(keys.element_count()) != tokens * heads * head_dim ||
-      k[2] != (head_dim + kStep - 1) / kStep ||
-      static_cast<int64_t>(values.element_count()) != tokens * heads * value_dim)
-    return ffi::Error::InvalidArgument("cache write: keys and values are of other shapes than the pages");
+  constexpr int kStep = StepOf<T>::kStep, kRank = 3 + kStep;
+  auto k = key_pages.dimensions(), v = value_pages.dimensions(), new_k = keys.dimensions(), new_v = values.dimensions();
+  if (k.size() != kRank || v.size() != kRank || new_k.size() != 3 || new_v.size() != 3 || k[0] != v[0] ||
+      k[1] != v[1] || v[2] != Steps<T>(k[3]) || k[2] != Steps<T>(new_k[2]) || v[3] != new_v[2] || k[1] != new_k[1] ||
+      k[1] != new_v[1])
+    return ffi::Error::InvalidArgument("cache write: shapes of keys, values and pages do not agree");
+  int64_t tokens = Count(pages), heads = k[1], head_dim = new_k[2], page_size = k[3], value_dim = v[3];
+  int64_t key_size = k[2] * kStep * page_size, value_size = v[2] * kStep * value_dim;
+  if (new_k[0] != tokens || new_v[0] != tokens || Count(offsets) != tokens)
+    return ffi::Error::InvalidArgument("cache write: not a key, a value, a page and an offset for each token");
   if (key_pages.untyped_data() != key_out->untyped_data() || value_pages.untyped_data() != value_out->untyped_data())
     return ffi::Error::Internal("cache write: the pages are not updated in place");
   T* key_to = reinterpret_cast<T*>(key_out->typed_data());

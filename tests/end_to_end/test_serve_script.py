@@ -79,7 +79,7 @@ def test_it_answers_and_ends(shared_server, tiny, script, number):
 
 
 def test_a_drain_finishes_what_clients_of_the_gateway_wait_for(shared_server, tiny, script):
-    with serving(script, tiny) as (process, said), concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with serving(script, tiny) as (process, said), concurrent.futures.ThreadPoolExecutor(32) as pool:
         url = re.search(r"http://\S+/v1", said)[0]
         health = re.search(r"http://\S+/(?=metrics;)", said)[0] + "health"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -90,7 +90,7 @@ def test_a_drain_finishes_what_clients_of_the_gateway_wait_for(shared_server, ti
                 chunks = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
                 return [begun.put(None) or chunk.usage for chunk in chunks][-1].completion_tokens
 
-            calls = [pool.submit(stream) for _ in range(8)]
+            calls = [pool.submit(stream) for _ in range(32)]
             for _ in range(4):
                 begun.get(timeout=30)
             pids = children(process).values()
@@ -98,7 +98,7 @@ def test_a_drain_finishes_what_clients_of_the_gateway_wait_for(shared_server, ti
             wait_for(lambda: not is_healthy(health))
             with pytest.raises(openai.InternalServerError, match=r"503.*shutting down"):
                 client.completions.create(model="tiny", prompt="late")
-            assert [call.result() for call in calls] == [300] * 8
+            assert [call.result() for call in calls] == [300] * 32
         assert process.wait(30) == 0
         assert all(map(is_gone, pids))
         with processes.socket.create_server(("127.0.0.1", int(re.search(r":(\d+)/", url)[1]))):

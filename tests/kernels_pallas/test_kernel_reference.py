@@ -95,6 +95,29 @@ def test_native_writes_what_xla_writes(head_dim, page_size, dtype, native_librar
         np.testing.assert_array_equal(*(np.asarray(side).view(dtype).astype(np.float32) for side in (mine, expected)))
 
 
+def test_native_refuses_shapes_that_do_not_agree(native_library):
+    """Instead of reading and writing beyond them."""
+    pages = [jnp.zeros(side.shape, side.dtype) for side in native.page_shapes(5, 2, 16, 8, 8, np.dtype(np.float32))]
+    queries, table, lens, starts = np.zeros((2, 1, 4, 8), np.float32), np.ones((2, 3), np.int32), [17, 17], [16, 16]
+    fewer = [pages[0], pages[1][:, :1]]
+
+    def attend(pages=pages, lens=lens, starts=starts, sinks=None):
+        arrays = [np.array(part, np.int32) for part in (lens, starts)]
+        return native.paged_attention(queries, *pages, table, *arrays, scale=1.0, sinks=sinks).block_until_ready()
+
+    def write(pages=pages, ids=(1, 2), offsets=(3, 4)):
+        new = np.zeros((2, 2, 8), np.float32)
+        return native.cache_write(*pages, new, new, np.array(ids, np.int32), np.array(offsets, np.int32))
+
+    assert attend().shape == (2, 1, 4, 8) and len(write()) == 2
+    for wrong in ({"lens": [17]}, {"starts": [16] * 3}, {"sinks": np.zeros(3, np.float32)}, {"pages": fewer}):
+        with pytest.raises(Exception, match=r"paged attention: (shapes|not a context)"):
+            attend(**wrong)
+    for wrong in ({"ids": (1,)}, {"offsets": (3,)}, {"pages": fewer}, {"pages": [pages[0], pages[1][:, :, :8]]}):
+        with pytest.raises(Exception, match=r"cache write: (shapes|not a key)"):
+            write(**wrong)
+
+
 def test_signature_names_what_does_not_fit():
     inputs = make_inputs(Case())
     with pytest.raises(ValueError, match=r"pages lanes is 512, must be 1024"):
