@@ -69,14 +69,17 @@ class Segment:
         """``[rows, q]`` int32."""
         return self.starts[:, None] + jnp.arange(self.token_ids.shape[1], dtype=jnp.int32)
 
+    def is_live(self) -> jax.Array:
+        """``[rows, q]`` bool: no padding."""
+        return jnp.arange(self.token_ids.shape[1], dtype=jnp.int32)[None, :] < self.lengths[:, None]
+
     def context_lens(self) -> jax.Array:
         """``[rows]`` int32: tokens of the row in the cache, those of this step included; 0 for padding."""
         return jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
 
     def destinations(self, page_size: int) -> tuple[jax.Array, jax.Array]:
         """(page ids, offsets) each ``[rows * q]``: where each token's keys and values go, padding to scratch."""
-        positions = self.positions()
-        live = jnp.arange(positions.shape[1], dtype=jnp.int32)[None, :] < self.lengths[:, None]
+        positions, live = self.positions(), self.is_live()
         column = jnp.where(live, positions // page_size, 0)
         page_ids = jnp.take_along_axis(self.page_table, column, axis=1, mode="promise_in_bounds")
         page_ids = jnp.where(live, page_ids, SCRATCH_PAGE)

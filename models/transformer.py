@@ -52,6 +52,10 @@ def forward(
     tokens = lay_out(segments, weights["rope"], kv_cache.page_size(cache))
     token_ids = jnp.concatenate([segment.token_ids.reshape(-1) for segment in segments])
     x = embed(weights["embed"], token_ids, placement.shard) * config.embedding_scale(weights["embed"].dtype)
+    if placement.is_native:
+        # Products leave out rows of zeros at the end.
+        is_live = jnp.concatenate([segment.is_live().reshape(-1) for segment in segments])
+        x = jnp.where(is_live[:, None], x, 0)
     layers = weights["layers"]
     for run in runs(config, placement.is_stacked):
         cache, x = _run(layers[: len(run.positions)], cache, x, tokens, config, placement, run)

@@ -107,6 +107,14 @@ void RunGated(ffi::ThreadPool& pool, const float* x, const T* weight, float* out
   });
 }
 
+// Rows but those of zeros at the end, which padding is made of: their products are zeros too.
+inline int64_t RowsBeforeZeros(const float* x, Shape shape) {
+  auto is_zero = [](float one) { return one == 0; };
+  int64_t rows = shape.rows;
+  while (rows > 0 && std::all_of(x + (rows - 1) * shape.inputs, x + rows * shape.inputs, is_zero)) --rows;
+  return rows;
+}
+
 template <typename T, ffi::DataType kWeight>
 ffi::Error Dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kWeight> weight,
                  ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t outputs, int64_t gate) {
@@ -120,6 +128,8 @@ ffi::Error Dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kWei
   if (result[1] != (gate == kNone ? outputs : outputs / 2) || (gate != kNone && outputs % (2 * kPanel) != 0))
     return ffi::Error::InvalidArgument("dense product: out has another number of columns, or halves are no panels");
   const T* matrix = reinterpret_cast<const T*>(weight.typed_data());
+  shape.rows = RowsBeforeZeros(x.typed_data(), shape);
+  std::fill(out->typed_data() + shape.rows * result[1], out->typed_data() + result[0] * result[1], 0.f);
   if (gate == kNone)
     Run<T>(pool, x.typed_data(), matrix, out->typed_data(), shape);
   else

@@ -59,6 +59,17 @@ def test_a_row_has_the_same_bits_in_any_company(dtype, outputs, inputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_zeros_give_zeros_wherever_they_are(dtype):
+    x, _, packed = operands(dtype, 64, 40, 9)
+    x[[2, 7, 8]] = 0
+    for call in (lambda x: product(x, packed, 64), lambda x: gated(x, packed, 64, "silu")):
+        got, alone = np.asarray(call(x)), np.asarray(call(x[:1]))
+        assert (got.any(axis=1) == x.any(axis=1)).all() and not np.asarray(call(x[7:])).any()
+        np.testing.assert_array_equal(got[:1], alone)
+        np.testing.assert_array_equal(np.asarray(call(x[::-1].copy()))[::-1], got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 3), (3072, 576)])
 def test_gated_against_float64(dtype, activation, outputs, inputs):
