@@ -100,6 +100,6 @@ def _qk_norm(x: jax.Array, scale: jax.Array | None, config: ModelConfig, placeme
     if config.qk_norm == "all":
         return all_heads_norm(x, scale, config, placement, axis)
     one = jnp.ones(config.head_dim, jnp.float32)
-    x_heads = x.reshape(-1, config.head_dim)
-    heads = norm(x_heads, one, config.norm_eps, kind=config.norm_kind, is_native=placement.is_native)
+    heads = x.reshape(-1, config.head_dim)
+    heads = norm(heads, one, config.norm_eps, kind=config.norm_kind, is_native=placement.is_native)
     return (heads.reshape(x.shape[0], -1, config.head_dim) * scale).reshape(x.shape)

@@ -15,7 +15,7 @@ from precast.kernels_pallas.native import library
 
 # As in dense_product.cc.
 PANEL, INPUTS = 32, 32
-GATES = {"silu": 1, "gelu_tanh": 2}
+NO_GATE, GATES = 0, {"silu": 1, "gelu_tanh": 2}
 
 
 def packed_shape(outputs: int, inputs: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -38,7 +38,7 @@ def pack(matrix: np.ndarray, out: np.ndarray) -> None:
 
 def dense_product(x: jax.Array, packed: jax.Array, outputs: int) -> jax.Array:
     """``[rows, inputs]`` times a packed matrix: ``[rows, outputs]`` float32; x is rounded to the matrix's dtype."""
-    return _product(x, packed, outputs, outputs, 0)
+    return _product(x, packed, outputs, outputs, NO_GATE)
 
 
 def can_gate(activation: str, outputs: int) -> bool:
